@@ -1,0 +1,71 @@
+"""The engine's settings: one frozen value, validated when built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbtide.core.errors import InputError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes are in bytes where a name says so. Raises ``InputError`` for values that cannot work.
+
+    model: a GGUF file, a Hugging Face directory, a hub id, or the default model's name.
+    dtype: "bfloat16", "float32", or "auto" (bfloat16 where the machine computes in it).
+    kv_bytes: device memory for KV blocks. host_bytes: host tier below it; 0 turns it off.
+    max_length: positions per request at most (None: what the model was trained for).
+    sync_load_bytes_max: loads up to this size run inside the step, larger ones beside it.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    block_size: int = 16
+    blocks_per_chunk: int = 4
+    kv_bytes: int = 512 * MIB
+    host_bytes: int = 1024 * MIB
+    max_length: int | None = None
+    max_batch: int = 256
+    max_step_tokens: int = 512
+    max_waiting: int = 4096
+    overlap: int = 1
+    sync_load_bytes_max: int = 8 * MIB
+    load_deadline_s: float = 30.0
+    max_step_retries: int = 3
+    on_lost_kv: str = "recompute"
+
+    def __post_init__(self) -> None:
+        choices = {
+            "dtype": ("auto", "bfloat16", "float32"),
+            "on_lost_kv": ("recompute", "fail"),
+            "overlap": (1, 2),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                options = ", ".join(map(str, allowed))
+                raise InputError(f"{name} must be one of {options}; got {getattr(self, name)!r}")
+        minimum = {
+            "block_size": 1,
+            "blocks_per_chunk": 1,
+            "kv_bytes": 1,
+            "host_bytes": 0,
+            "max_batch": 1,
+            "max_step_tokens": 1,
+            "max_waiting": 1,
+            "sync_load_bytes_max": 0,
+            "max_step_retries": 0,
+        }
+        for name, low in minimum.items():
+            if getattr(self, name) < low:
+                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}", name)
+        if self.load_deadline_s <= 0:
+            raise InputError(f"load_deadline_s must be above 0, got {self.load_deadline_s}")
+        if self.max_length is not None and self.max_length < 2:
+            raise InputError(f"max_length must be at least 2, got {self.max_length}")
+        if self.threads is not None and self.threads < 1:
+            raise InputError(f"threads must be at least 1, got {self.threads}")

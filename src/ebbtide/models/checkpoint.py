@@ -1,0 +1,29 @@
+"""A model as read from disk: configuration, weights, tokenizer, defaults. Whatever file it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from ebbtide.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """weights: Hugging Face names (``model.layers.0.self_attn.q_proj.weight``), rows of queries and
+    keys in the half-split rotary order. generation: the model's own sampling defaults, keyed like
+    ``SamplingParams``. identity: digest of the weights' bytes and the configuration.
+    """
+
+    name: str
+    config: ModelConfig
+    weights: Mapping[str, torch.Tensor]
+    tokenizer: Tokenizer
+    generation: Mapping[str, Any]
+    identity: bytes

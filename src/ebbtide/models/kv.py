@@ -1,0 +1,90 @@
+"""The paged KV memory on the device, and how it is laid out.
+
+A block is one contiguous byte range that holds ``block_size`` positions for all layers of one
+group::
+
+    kv[block] = [layers_per_group, 2 (key, value), kv_heads, block_size, head_dim]
+
+All groups hold equally many layers, so a block id names one block in the whole engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ebbtide.core.groups import KVGroup
+from ebbtide.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """How KV bytes are laid out. ``layers[g]`` are the model's layers that group ``g`` serves."""
+
+    groups: tuple[KVGroup, ...]
+    layers: tuple[tuple[int, ...], ...]
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @cached_property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        per_group = max(len(layers) for layers in self.layers)
+        return (per_group, 2, self.kv_heads, self.block_size, self.head_dim)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        size = self.dtype.itemsize
+        for extent in self.block_shape:
+            size *= extent
+        return size
+
+    def describe(self) -> str:
+        """Everything that gives the bytes of a block their meaning, for the namespace."""
+        windows = [group.window for group in self.groups]
+        return f"v1 {self.dtype} {self.block_shape} groups={windows} layers={self.layers}"
+
+
+def layout_for(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVLayout:
+    """Split the layers into groups of one attention pattern and of equal size.
+
+    The group size is the number of layers of the rarest pattern, so that a model with 3 full and
+    15 sliding layers becomes 1 + 5 groups of 3; where it does not divide, the last group of a
+    pattern is padded with layers that nobody writes.
+    """
+    patterns: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(config.windows):
+        patterns.setdefault(window, []).append(layer)
+    size = min(len(layers) for layers in patterns.values())
+    groups: list[KVGroup] = []
+    split: list[tuple[int, ...]] = []
+    for window, layers in patterns.items():
+        for at in range(0, len(layers), size):
+            groups.append(KVGroup(window))
+            split.append(tuple(layers[at : at + size]))
+    return KVLayout(
+        tuple(groups), tuple(split), config.num_kv_heads, config.head_dim, block_size, dtype
+    )
+
+
+class KVMemory:
+    """``num_blocks`` blocks on ``device``. Also moves a block's bytes from and to host memory."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str) -> None:
+        self.layout = layout
+        self.blocks = torch.zeros(
+            (num_blocks, *layout.block_shape), dtype=layout.dtype, device=device
+        )
+        self._bytes = self.blocks.view(num_blocks, -1).view(torch.uint8)
+
+    def load(self, block: int, source: Any) -> None:
+        """Fill a block from ``source``: a uint8 array of ``block_bytes`` in host memory."""
+        self._bytes[block].copy_(torch.from_numpy(source))
+
+    def store(self, block: int, target: Any) -> None:
+        """Copy a block into ``target``: a writable uint8 array of ``block_bytes`` in host memory."""
+        torch.from_numpy(target).copy_(self._bytes[block])
