@@ -10,3 +10,7 @@ class InputError(ValueError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class QueueFull(InputError):
+    """The engine holds as many unfinished requests as it may. Trying again later can succeed."""

@@ -8,7 +8,6 @@ again after recovery is the same token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -115,9 +114,8 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 
 def _number(name: str, value: object, low: float, high: float, above_low: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and math.isfinite(value) and low <= value <= high:  # type: ignore[arg-type, operator]
-        if not (above_low and value == low):
-            return
+    if is_number and low <= value <= high and not (above_low and value == low):  # type: ignore[operator]
+        return  # NaN and the infinities do not get here
     bounds = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
     raise InputError(f"{name} must be a number {bounds}, got {value!r}", name)
 

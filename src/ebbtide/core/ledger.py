@@ -1,0 +1,50 @@
+"""Where a request's tokens came from. Positions are counted when they are committed, once.
+
+``reached`` is the number of positions that have ever been committed. Committing beyond it counts
+a prompt position by its source; computing below it again counts as recomputed, by its cause. So
+the sources sum to the prompt's length as soon as its prefill is complete, whatever happened.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class Source(enum.Enum):
+    DEVICE = "device"  # found in a block on the device
+    HOST = "host"  # loaded from the host tier
+    COMPUTED = "computed"
+
+
+class Cause(enum.Enum):
+    """Why a request's positions are computed again."""
+
+    PREEMPTED = "preempted"
+    FAILED = "failed"
+
+
+class Span(NamedTuple):
+    """Positions [start, end) from one source."""
+
+    start: int
+    end: int
+    source: Source
+
+
+class Ledger:
+    def __init__(self, prompt_length: int) -> None:
+        self.prompt_length = prompt_length
+        self.reached = 0
+        self.sources = dict.fromkeys(Source, 0)
+        self.recomputed = dict.fromkeys(Cause, 0)
+
+    def commit(self, span: Span, cause: Cause) -> None:
+        """Positions up to ``span.end`` are committed, those of the span by its source."""
+        fresh = min(span.end, self.prompt_length) - max(span.start, self.reached)
+        if fresh > 0:
+            self.sources[span.source] += fresh
+        again = min(span.end, self.reached) - span.start
+        if again > 0 and span.source is Source.COMPUTED:
+            self.recomputed[cause] += again
+        self.reached = max(self.reached, span.end)

@@ -1,0 +1,46 @@
+"""Host memory for chunks: one anonymous mapping, cut into page-aligned slots."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbtide.core.errors import InputError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def slot_bytes_for(block_bytes: int, blocks_per_chunk: int) -> int:
+    """Bytes that a slot takes: a chunk, rounded up to whole pages."""
+    return -(-block_bytes * blocks_per_chunk // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Arena:
+    """``num_slots`` slots; ``slot(i, offset, count)`` views blocks of slot i as [count, block_bytes].
+
+    Pages are taken from the system when they are first written. Raises InputError where the system
+    refuses the mapping.
+    """
+
+    def __init__(self, num_slots: int, blocks_per_chunk: int, block_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self.blocks_per_chunk = blocks_per_chunk
+        stride = slot_bytes_for(block_bytes, blocks_per_chunk)
+        size = max(1, num_slots) * stride
+        try:
+            memory = mmap.mmap(-1, size)
+        except (OSError, ValueError, OverflowError) as error:
+            raise InputError(
+                f"the host tier asked for {size / 2**20:.0f} MiB, which the system refused "
+                f"({error}): ask for less host memory"
+            ) from error
+        self._slots = np.frombuffer(memory, np.uint8).reshape(-1, stride)
+
+    def slot(self, number: int, offset: int, count: int) -> Bytes:
+        """Writable view of ``count`` blocks of a slot, from its block ``offset`` on."""
+        start = offset * self.block_bytes
+        chunk = self._slots[number, start : start + count * self.block_bytes]
+        return chunk.reshape(count, self.block_bytes)
