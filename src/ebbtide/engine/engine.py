@@ -1,0 +1,289 @@
+"""A model being served: checkpoint, device memory, host tier, scheduler and loop, put together."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.core.errors import InputError
+from ebbtide.core.params import SamplingParams
+from ebbtide.core.scheduler import Scheduler, SchedulerConfig
+from ebbtide.engine.config import MIB, EngineConfig
+from ebbtide.engine.loop import EngineLoop
+from ebbtide.engine.output import EngineStats
+from ebbtide.engine.streams import Sink, Streams, check_token_ids, resolve
+from ebbtide.offload.arena import Arena, slot_bytes_for
+from ebbtide.offload.host import HostSlots
+from ebbtide.offload.manager import OffloadManager
+from ebbtide.offload.mover import Mover, move
+
+if TYPE_CHECKING:
+    from ebbtide.models.checkpoint import Checkpoint
+    from ebbtide.models.kv import KVLayout, KVMemory
+
+Progress = Callable[[str, float], None]
+
+
+class Engine:
+    """Loads a model and serves it on a thread of its own. ``AsyncEngine`` and ``LLM`` are its faces.
+
+    ``flush`` is called on the engine's thread after each batch of deltas. Raises InputError where
+    the model, the memory asked for or the settings cannot work.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        flush: Callable[[], None] = lambda: None,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        import torch
+
+        from ebbtide.models.executor import TorchExecutor
+        from ebbtide.models.kv import KVMemory, layout_for
+        from ebbtide.models.llama import LlamaModel
+
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
+        if checkpoint is None:
+            from ebbtide.models.load import load_checkpoint
+
+            checkpoint = load_checkpoint(config.model, dtype, progress)
+        self.config = config
+        self.model_name = checkpoint.name
+        self.tokenizer = checkpoint.tokenizer
+        self.generation = dict(checkpoint.generation)
+        self.max_length = _max_length(config, checkpoint)
+        layout = layout_for(checkpoint.config, config.block_size, dtype)
+        num_blocks = _num_blocks(config, layout, device)
+        memory = KVMemory(layout, num_blocks, device)
+        arena = _arena(config, layout)
+        self._offload = OffloadManager(
+            HostSlots(arena.num_slots), config.blocks_per_chunk, len(layout.groups)
+        )
+        self._block_bytes = layout.block_bytes
+        scheduler = Scheduler(
+            _scheduler_config(config, checkpoint, layout, num_blocks, self.max_length),
+            self._offload,
+        )
+        mover = _mover(arena, memory, lambda: self._loop.wake())
+        model = LlamaModel(checkpoint.config, checkpoint.weights, layout, device)
+        executor = TorchExecutor(model, memory, mover.move)
+        self._streams = Streams(self.tokenizer, flush)
+        self._loop = EngineLoop(scheduler, executor, mover, self._streams.listen)
+        self._names = itertools.count(1)
+        gc.collect()
+        gc.freeze()  # the model's objects stay: spare the collector their scan
+        self._loop.start()
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt. Raises InputError for an empty one or for ids out of range."""
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt)
+        check_token_ids(prompt, self.tokenizer.vocab_size, "prompt")
+        if not prompt:
+            raise InputError("the prompt is empty: it must have at least one token", "prompt")
+        return list(prompt)
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        fail_on_lost_kv: bool | None = None,
+    ) -> list[str]:
+        """Queue ``params.n`` sequences; their deltas go to ``sink``, on the engine's thread.
+
+        Returns the sequences' names, for ``abort``. Raises InputError, QueueFull.
+        """
+        tokens = self.encode(prompt)
+        params = resolve(params, self.tokenizer, self.generation)
+        assert params.seed is not None
+        name = next(self._names)
+        sequences = [
+            (f"{name}.{index}", tokens, replace(params, seed=(params.seed + index) % (1 << 63)))
+            for index in range(params.n)
+        ]
+        for index, (request_id, _, each) in enumerate(sequences):
+            self._streams.open(request_id, index, each, sink)
+        ids = [request_id for request_id, _, _ in sequences]
+        try:
+            self._loop.add(
+                sequences,
+                priority=priority,
+                cache_salt=cache_salt,
+                fail_on_lost_kv=fail_on_lost_kv,
+            )
+        except InputError:
+            self._streams.discard(ids)
+            raise
+        return ids
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End these sequences; their last delta says "abort". No-op for those that have ended."""
+        self._loop.end(names)
+
+    def reset(self) -> None:
+        """Forget all cached KV, on the device and in every tier."""
+        self._loop.reset()
+
+    def stats(self) -> EngineStats:
+        return self._loop.inspect(self._stats)  # type: ignore[no-any-return]
+
+    def _stats(self, scheduler: Scheduler) -> EngineStats:
+        pool, counters = scheduler.kv.pool, scheduler.counters
+        slots, moved = self._offload.slots, self._offload.counters
+        return EngineStats(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            loading=scheduler.loading,
+            kv_blocks=pool.num_blocks,
+            kv_blocks_in_use=pool.num_blocks - pool.available,
+            kv_blocks_cached=pool.cached,
+            host_slots=slots.num_slots,
+            host_slots_in_use=slots.in_use,
+            steps=counters.steps,
+            failed_steps=counters.failed_steps,
+            preemptions=counters.preemptions,
+            prompt_tokens={source.value: n for source, n in counters.prompt_tokens.items()},
+            generated_tokens=counters.generated_tokens,
+            recomputed_tokens={c.value: n for c, n in counters.recomputed_tokens.items()},
+            finished_requests={reason.value: n for reason, n in counters.finished.items()},
+            transfers={
+                "load_ok": moved.load_ok,
+                "load_failed": moved.load_failed,
+                "store_ok": moved.store_ok,
+                "store_failed": moved.store_failed,
+                "store_dropped": moved.store_dropped,
+            },
+            transfer_bytes={
+                "load": moved.loaded_blocks * self._block_bytes,
+                "store": moved.stored_blocks * self._block_bytes,
+            },
+            host_evictions=slots.evictions,
+        )
+
+    def close(self) -> None:
+        """Abort what is unfinished and stop. Can be called twice."""
+        self._loop.close()
+
+
+def choose_device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device must be auto, cpu or cuda, got {name!r}", "device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device is cuda, but this machine has no CUDA device that torch can use")
+    return device
+
+
+def choose_dtype(name: str, device: str) -> Any:
+    """bfloat16 on GPUs and on CPUs with instructions for it, float32 elsewhere."""
+    import torch
+
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    if choose_device(device).type == "cuda" or torch.cpu._is_avx512_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def _max_length(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    trained = checkpoint.config.max_length
+    if config.max_length is None:
+        return trained
+    if config.max_length > trained:
+        raise InputError(
+            f"max_length is {config.max_length}, but the model was trained for {trained} positions",
+            "max_length",
+        )
+    return config.max_length
+
+
+def _num_blocks(config: EngineConfig, layout: KVLayout, device: Any) -> int:
+    num_blocks = config.kv_bytes // layout.block_bytes
+    if num_blocks < 2 * len(layout.groups):
+        raise InputError(
+            f"{config.kv_bytes / MIB:.1f} MiB of KV memory hold {num_blocks} blocks of "
+            f"{layout.block_bytes / MIB:.2f} MiB; ask for at least "
+            f"{2 * len(layout.groups) * layout.block_bytes / MIB:.1f} MiB",
+            "kv_bytes",
+        )
+    asked = config.kv_bytes + (config.host_bytes if device.type == "cpu" else 0)
+    available = _available_bytes(device)
+    if available is not None and asked > available:
+        what = "KV memory and host tier" if device.type == "cpu" else "KV memory"
+        raise InputError(
+            f"{what} together ask for {asked / MIB:.0f} MiB, but {available / MIB:.0f} MiB of "
+            f"memory are available: ask for less",
+            "kv_bytes",
+        )
+    return num_blocks
+
+
+def _available_bytes(device: Any) -> int | None:
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None  # not Linux: the system will say no when it must
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _arena(config: EngineConfig, layout: KVLayout) -> Arena:
+    slot_bytes = slot_bytes_for(layout.block_bytes, config.blocks_per_chunk)
+    if 0 < config.host_bytes < slot_bytes:
+        raise InputError(
+            f"the host tier has {config.host_bytes / MIB:.2f} MiB, but one chunk takes "
+            f"{slot_bytes / MIB:.2f} MiB: give it more, or 0 to turn it off",
+            "host_bytes",
+        )
+    return Arena(config.host_bytes // slot_bytes, config.blocks_per_chunk, layout.block_bytes)
+
+
+def _scheduler_config(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    layout: KVLayout,
+    num_blocks: int,
+    length_max: int,
+) -> SchedulerConfig:
+    meaning = f"{layout.describe()} chunk={config.blocks_per_chunk}".encode()
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        groups=layout.groups,
+        length_max=length_max,
+        batch_max=config.max_batch,
+        step_tokens_max=config.max_step_tokens,
+        waiting_max=config.max_waiting,
+        overlap=config.overlap,
+        sync_load_blocks_max=config.sync_load_bytes_max // layout.block_bytes,
+        load_deadline_s=config.load_deadline_s,
+        max_step_retries=config.max_step_retries,
+        fail_on_lost_kv=config.on_lost_kv == "fail",
+        namespace=blake2b(checkpoint.identity + meaning, digest_size=32).digest(),
+    )
+
+
+def _mover(arena: Arena, memory: KVMemory, notify: Callable[[], None]) -> Mover:
+    return Mover(lambda transfer: move(transfer, arena, memory), notify)

@@ -1,0 +1,171 @@
+"""The step loop: the one place where decisions meet I/O, and the only thread that runs steps.
+
+    schedule -> submit -> (hand out what the step before brought) -> wait -> apply -> ...
+
+What a step brought is handed out after the next step was submitted, so that detokenising and
+streaming hide behind the device. The scheduler is guarded by one lock, held for decisions only,
+never while a step runs or bytes move.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ebbtide.core.errors import InputError
+from ebbtide.core.output import Output
+from ebbtide.core.params import SamplingParams
+from ebbtide.core.plan import Executor, StepFuture, StepPlan
+from ebbtide.core.request import FinishReason
+from ebbtide.core.scheduler import Scheduler
+from ebbtide.offload.mover import Mover
+
+log = logging.getLogger(__name__)
+
+# Takes the outputs of a step; returns the requests that are to end now, their stop string found.
+Listener = Callable[[Sequence[Output]], Iterable[str]]
+
+
+class EngineLoop:
+    """Runs ``scheduler``'s plans on ``executor`` until closed. ``listener`` is called on its thread."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, mover: Mover, listener: Listener
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._mover = mover
+        self._listener = listener
+        self._overlap = scheduler.config.overlap
+        self._wake = threading.Condition()  # its lock guards the scheduler
+        self._in_flight: deque[tuple[StepPlan, StepFuture]] = deque()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="ebbtide-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # --- called from any thread ------------------------------------------------------------
+
+    def add(
+        self, requests: Iterable[tuple[str, list[int], SamplingParams]], **options: Any
+    ) -> None:
+        """Queue requests, all or none of them. Raises InputError, QueueFull."""
+        with self._wake:
+            if self._failure is not None or self._closing:
+                raise InputError(f"the engine has stopped: {self._failure or 'it was closed'}")
+            added: list[str] = []
+            try:
+                for request_id, prompt, params in requests:
+                    self._scheduler.add(request_id, prompt, params, **options)
+                    added.append(request_id)
+            except InputError:
+                for request_id in added:
+                    self._scheduler.end(request_id)
+                raise
+            self._wake.notify()
+
+    def end(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        with self._wake:
+            for request_id in request_ids:
+                self._scheduler.end(request_id, reason)
+            self._wake.notify()
+
+    def wake(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def reset(self) -> None:
+        """Forget all cached KV, on the device and below."""
+        with self._wake:
+            self._scheduler.reset()
+
+    def inspect(self, look: Callable[[Scheduler], Any]) -> Any:
+        """What ``look`` reads from the scheduler between two decisions."""
+        with self._wake:
+            return look(self._scheduler)
+
+    def close(self) -> None:
+        """Abort what is unfinished, wait for what is in flight, stop all threads."""
+        with self._wake:
+            self._closing = True
+            for request_id in list(self._scheduler.requests):
+                self._scheduler.end(request_id)
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._mover.close()
+        self._executor.close()
+
+    # --- the engine's thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:  # a bug of ours: nobody may be left waiting
+            log.exception("the engine stopped because of a bug")
+            self._fail(error)
+
+    def _loop(self) -> None:
+        outputs: list[Output] = []
+        while True:
+            plan, more = self._decide(idle=not outputs)
+            if plan is not None:
+                self._in_flight.append((plan, self._executor.submit(plan)))
+            self._hand_out(outputs + more)
+            outputs = []
+            if self._in_flight and (plan is None or len(self._in_flight) == self._overlap):
+                outputs = self._finish_step()
+            elif plan is None and self._closing and self._is_done():
+                return
+
+    def _decide(self, idle: bool) -> tuple[StepPlan | None, list[Output]]:
+        """The next plan, and outputs that no step brought. Sleeps while there is nothing to do."""
+        scheduler = self._scheduler
+        with self._wake:
+            while True:
+                scheduler.transferred(self._mover.take_results())
+                now = time.monotonic()
+                plan = scheduler.schedule(now)
+                self._mover.submit(scheduler.take_transfers())
+                outputs = scheduler.take_outputs()
+                busy = plan is not None or outputs or self._in_flight or not idle
+                if busy or (self._closing and self._is_done()):
+                    return plan, outputs
+                deadline = scheduler.next_deadline()
+                self._wake.wait(None if deadline is None else max(0.001, deadline - now))
+
+    def _finish_step(self) -> list[Output]:
+        plan, future = self._in_flight.popleft()
+        outcome = future.result()
+        with self._wake:
+            outputs = self._scheduler.apply(plan, outcome)
+            self._mover.submit(self._scheduler.take_transfers())
+        return outputs
+
+    def _hand_out(self, outputs: list[Output]) -> None:
+        """Tell the listener; requests that it found to be over end at once."""
+        while outputs:
+            stopped = list(self._listener(outputs))
+            outputs = []
+            if stopped:
+                with self._wake:
+                    for request_id in stopped:
+                        self._scheduler.end(request_id, FinishReason.STOP)
+                    self._mover.submit(self._scheduler.take_transfers())
+                    outputs = self._scheduler.take_outputs()
+
+    def _is_done(self) -> bool:
+        return not self._scheduler.requests and not self._scheduler.kv.transfers_in_flight
+
+    def _fail(self, error: BaseException) -> None:
+        with self._wake:
+            self._failure = error
+            ids = list(self._scheduler.requests)
+        message = f"the engine stopped because of a bug: {type(error).__name__}: {error}"
+        self._listener([Output(i, finish=FinishReason.ERROR, message=message) for i in ids])

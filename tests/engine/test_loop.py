@@ -1,0 +1,269 @@
+"""The step loop with real threads, the witness in place of a model, and the oracle as its judge."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from ebbtide.core.errors import InputError, QueueFull
+from ebbtide.core.output import Output
+from ebbtide.core.params import SamplingParams
+from ebbtide.core.plan import Direction, StepOutcome, StepPlan, Transfer, TransferResult
+from ebbtide.core.request import FinishReason
+from ebbtide.core.scheduler import Scheduler, SchedulerConfig
+from ebbtide.engine.loop import EngineLoop
+from ebbtide.offload.arena import Arena
+from ebbtide.offload.host import HostSlots
+from ebbtide.offload.manager import OffloadManager
+from ebbtide.offload.mover import Mover, move
+from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
+
+BLOCK = 4
+MODEL = WitnessModel()
+
+
+class Heard:
+    """The listener: collects what every request hears, and may stop some of them."""
+
+    def __init__(self, stop: Callable[[Output], bool] = lambda output: False) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, Output] = {}
+        self._stop = stop
+        self._changed = threading.Condition()
+
+    def __call__(self, outputs: Sequence[Output]) -> list[str]:
+        with self._changed:
+            for output in outputs:
+                assert output.request_id not in self.ends, "heard after its end"
+                if output.token is not None:
+                    self.tokens.setdefault(output.request_id, []).append(output.token)
+                if output.finish is not None:
+                    self.ends[output.request_id] = output
+            self._changed.notify_all()
+        return [output.request_id for output in outputs if self._stop(output)]
+
+    def wait(self, *request_ids: str) -> None:
+        with self._changed:
+            done = self._changed.wait_for(lambda: self.ends.keys() >= set(request_ids), timeout=20)
+        assert done, f"still waiting for {set(request_ids) - self.ends.keys()}"
+
+    def wait_for_token(self, request_id: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: request_id in self.tokens, timeout=20)
+
+
+@contextmanager
+def running(
+    heard: Heard,
+    *,
+    overlap: int = 1,
+    blocks: int = 64,
+    slots: int = 32,
+    sync_max: int = 0,
+    fault: Callable[[Transfer], str] = lambda transfer: "",
+    step_fault: Callable[[StepPlan], BaseException | None] = lambda plan: None,
+    **settings: object,
+) -> Iterator[EngineLoop]:
+    offload = OffloadManager(HostSlots(slots), blocks_per_chunk=2)
+    config = SchedulerConfig(
+        num_blocks=blocks,
+        block_size=BLOCK,
+        length_max=200,
+        step_tokens_max=32,
+        overlap=overlap,
+        sync_load_blocks_max=sync_max,
+        **settings,  # type: ignore[arg-type]
+    )
+    scheduler = Scheduler(config, offload)
+    memory = WitnessMemory(MODEL, blocks, BLOCK)
+    arena = Arena(slots, 2, memory.block_bytes)
+
+    def moving(transfer: Transfer) -> TransferResult:
+        error = fault(transfer)
+        return TransferResult(transfer, error) if error else move(transfer, arena, memory)
+
+    class Executor(WitnessExecutor):
+        def run(self, plan: StepPlan) -> StepOutcome:
+            error = step_fault(plan)
+            return StepOutcome(error=error) if error else super().run(plan)
+
+    mover = Mover(moving, lambda: loop.wake())
+    loop = EngineLoop(scheduler, Executor(MODEL, memory, moving), mover, heard)
+    loop.start()
+    try:
+        yield loop
+    finally:
+        loop.close()
+        assert scheduler.kv.pool.available == blocks, "a block leaked"
+        assert not scheduler.requests
+        assert offload.slots.pins == 0
+
+
+def params(count: int, seed: int = 1) -> SamplingParams:
+    return SamplingParams(max_tokens=count, seed=seed, temperature=0.0)
+
+
+def prompt(number: int, length: int = 30) -> list[int]:
+    return [(number * 7 + i * i) % 50 for i in range(length)]
+
+
+def expected(number: int, count: int, length: int = 30) -> list[int]:
+    return oracle(MODEL, prompt(number, length), params(count), count)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("sync_max", [0, 100])
+def test_many_requests_through_a_small_pool_get_their_tokens(overlap: int, sync_max: int) -> None:
+    heard = Heard()
+    with running(heard, overlap=overlap, blocks=24, sync_max=sync_max) as loop:
+        for turn in range(3):
+            for number in range(8):
+                loop.add([(f"{turn}/{number}", prompt(number), params(12))])
+        ids = [f"{turn}/{number}" for turn in range(3) for number in range(8)]
+        heard.wait(*ids)
+    for name in ids:
+        assert heard.tokens[name] == expected(int(name[2:]), 12)
+
+
+def test_kv_comes_back_from_the_host_tier() -> None:
+    heard = Heard()
+    with running(heard, blocks=24) as loop:
+        for number in (1, 2, 3, 4):
+            loop.add([(f"a{number}", prompt(number, 60), params(4))])
+            heard.wait(f"a{number}")
+        loop.add([("again", prompt(1, 60), params(4))])
+        heard.wait("again")
+    report = heard.ends["again"].report
+    assert report is not None
+    counts = {source.value: count for source, count in report.sources.items()}
+    assert counts["host"] > 0
+    assert sum(counts.values()) == 60
+    assert heard.tokens["again"] == expected(1, 4, 60)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_a_stop_from_the_listener_ends_the_request_with_that_token(overlap: int) -> None:
+    heard = Heard(stop=lambda output: output.token is not None and len(heard.tokens["a"]) == 3)
+    with running(heard, overlap=overlap) as loop:
+        loop.add([("a", prompt(1), params(50))])
+        heard.wait("a")
+    assert heard.ends["a"].finish is FinishReason.STOP
+    assert heard.tokens["a"] == expected(1, 3)
+    report = heard.ends["a"].report
+    assert report is not None
+    assert report.output_tokens == 3
+
+
+def test_a_failed_load_on_the_thread_is_recomputed() -> None:
+    def fault(transfer: Transfer) -> str:
+        return "the memory is gone" if transfer.direction is Direction.LOAD else ""
+
+    heard = Heard()
+    with running(heard, blocks=24, fault=fault) as loop:
+        for number in (1, 2, 3, 4):
+            loop.add([(f"a{number}", prompt(number, 60), params(4))])
+            heard.wait(f"a{number}")
+        loop.add([("again", prompt(1, 60), params(4))])
+        heard.wait("again")
+    assert heard.tokens["again"] == expected(1, 4, 60)
+
+
+def test_a_load_past_its_deadline_wakes_the_idle_engine() -> None:
+    release = threading.Event()
+
+    def fault(transfer: Transfer) -> str:
+        if transfer.direction is Direction.LOAD:
+            release.wait(20)
+        return ""
+
+    heard = Heard()
+    with running(heard, blocks=40, fault=fault, load_deadline_s=0.05) as loop:
+        for number in (1, 2, 3, 4):
+            loop.add([(f"a{number}", prompt(number, 60), params(4))])
+            heard.wait(f"a{number}")
+        loop.add([("again", prompt(1, 60), params(4))])
+        heard.wait("again")
+        release.set()
+    assert heard.tokens["again"] == expected(1, 4, 60)
+
+
+def test_a_step_that_keeps_failing_ends_its_requests_and_the_engine_lives_on() -> None:
+    def step_fault(plan: StepPlan) -> BaseException | None:
+        bad = any(row.request_id == "bad" for row in plan.rows)
+        return RuntimeError("out of memory") if bad else None
+
+    heard = Heard()
+    with running(heard, step_fault=step_fault, max_step_retries=2) as loop:
+        loop.add([("bad", prompt(1), params(5))])
+        heard.wait("bad")
+        loop.add([("good", prompt(2), params(5))])
+        heard.wait("good")
+    assert heard.ends["bad"].finish is FinishReason.ERROR
+    assert "out of memory" in heard.ends["bad"].message
+    assert heard.tokens["good"] == expected(2, 5)
+
+
+def test_abort_from_another_thread() -> None:
+    heard = Heard()
+    with running(heard) as loop:
+        loop.add([("a", prompt(1), params(150))])
+        heard.wait_for_token("a")
+        loop.end(["a"])
+        heard.wait("a")
+        loop.end(["a", "unknown"])
+    count = len(heard.tokens["a"])
+    assert heard.ends["a"].finish in (FinishReason.ABORT, FinishReason.LENGTH)
+    assert heard.tokens["a"] == expected(1, count)
+
+
+def test_add_is_all_or_nothing_and_a_full_queue_says_so() -> None:
+    gate = threading.Event()
+
+    def step_fault(plan: StepPlan) -> None:
+        gate.wait(20)
+
+    heard = Heard()
+    with running(heard, step_fault=step_fault, waiting_max=3) as loop:
+        loop.add([("first", prompt(1), params(2))])
+        time.sleep(0.05)
+        with pytest.raises(QueueFull, match="3 requests are waiting"):
+            loop.add([(f"b{number}", prompt(number), params(2)) for number in range(5)])
+        gate.set()
+        heard.wait("first")
+    assert {name: end.finish for name, end in heard.ends.items() if name != "first"} == {
+        "b0": FinishReason.ABORT,
+        "b1": FinishReason.ABORT,
+        "b2": FinishReason.ABORT,
+    }
+
+
+def test_closing_aborts_what_is_unfinished_and_refuses_what_comes_later() -> None:
+    heard = Heard()
+    with running(heard) as loop:
+        loop.add([("a", prompt(1), params(150))])
+        heard.wait_for_token("a")
+        loop.close()
+        assert "a" in heard.ends
+        with pytest.raises(InputError, match="stopped"):
+            loop.add([("b", prompt(1), params(2))])
+
+
+def test_a_bug_in_the_engine_leaves_nobody_waiting() -> None:
+    heard = Heard()
+    with running(heard) as loop:
+
+        def broken(now: float) -> None:
+            raise ZeroDivisionError("a bug")
+
+        loop.inspect(lambda scheduler: setattr(scheduler, "schedule", broken))
+        loop.add([("a", prompt(1), params(5))])
+        heard.wait("a")
+        assert heard.ends["a"].finish is FinishReason.ERROR
+        assert "a bug" in heard.ends["a"].message
+        with pytest.raises(InputError, match="a bug"):
+            loop.add([("b", prompt(1), params(2))])
+        loop.inspect(lambda scheduler: scheduler.end("a"))
