@@ -3,13 +3,16 @@
 A block is one contiguous byte range that holds ``block_size`` positions for all layers of one
 group::
 
-    kv[block] = [layers_per_group, 2 (key, value), kv_heads, block_size, head_dim]
+    kv[block] = [layers_per_group, block_size, 2 (key, value), kv_heads, head_dim]
 
+A position's key and value lie side by side, so that writing a position is one copy per layer, and
+a block's share of one layer is one run of bytes, so that gathering a block is one copy per layer.
 All groups hold equally many layers, so a block id names one block in the whole engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,9 +35,12 @@ class KVLayout:
     dtype: torch.dtype
 
     @cached_property
+    def layers_per_group(self) -> int:
+        return max(len(layers) for layers in self.layers)
+
+    @cached_property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        per_group = max(len(layers) for layers in self.layers)
-        return (per_group, 2, self.kv_heads, self.block_size, self.head_dim)
+        return (self.layers_per_group, self.block_size, 2, self.kv_heads, self.head_dim)
 
     @cached_property
     def block_bytes(self) -> int:
@@ -43,10 +49,19 @@ class KVLayout:
             size *= extent
         return size
 
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Of each layer of the model: its group, and its slot within the group's blocks."""
+        return {
+            layer: (group, slot)
+            for group, layers in enumerate(self.layers)
+            for slot, layer in enumerate(layers)
+        }
+
     def describe(self) -> str:
         """Everything that gives the bytes of a block their meaning, for the namespace."""
         windows = [group.window for group in self.groups]
-        return f"v1 {self.dtype} {self.block_shape} groups={windows} layers={self.layers}"
+        return f"v2 {self.dtype} {self.block_shape} groups={windows} layers={self.layers}"
 
 
 def layout_for(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVLayout:
@@ -72,13 +87,20 @@ def layout_for(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVLa
 
 
 class KVMemory:
-    """``num_blocks`` blocks on ``device``. Also moves a block's bytes from and to host memory."""
+    """``num_blocks`` blocks on ``device``. Also moves a block's bytes from and to host memory.
+
+    ``positions`` and ``runs`` are views of the same bytes: one row per position of a layer
+    ([2 * kv_heads * head_dim] values), and one row per layer of a block (block_size such rows).
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str) -> None:
         self.layout = layout
         self.blocks = torch.zeros(
             (num_blocks, *layout.block_shape), dtype=layout.dtype, device=device
         )
+        per_group, block_size = layout.layers_per_group, layout.block_size
+        self.positions = self.blocks.view(num_blocks * per_group * block_size, -1)
+        self.runs = self.blocks.view(num_blocks * per_group, -1)
         self._bytes = self.blocks.view(num_blocks, -1).view(torch.uint8)
 
     def load(self, block: int, source: Any) -> None:
@@ -88,3 +110,9 @@ class KVMemory:
     def store(self, block: int, target: Any) -> None:
         """Copy a block into ``target``: a writable uint8 array of ``block_bytes`` in host memory."""
         torch.from_numpy(target).copy_(self._bytes[block])
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros."""
+        if blocks:
+            index = torch.tensor(blocks, device=self.blocks.device)
+            self.blocks.index_fill_(0, index, 0)

@@ -1,0 +1,324 @@
+"""Paged attention over a ragged batch: what a step reads and writes, worked out once per step.
+
+The step's tokens lie on one axis, decode rows (one token each) first, longest first, then the
+prefill rows, each a run::
+
+    tokens  |d0|d1|d2|d3|.. prefill 0 ..|.. prefill 1 ..|
+            |bucket |bkt|
+
+``plan_batch`` turns rows into index tensors, for every KV group. ``attend`` then needs, per layer,
+one write of the new keys and values and, per bucket and per prefill row, one gather of blocks and
+one attention call. Decode rows of similar length share a call (a bucket), padded to the longest;
+the heads that share a key head become the query axis, so that a key is read once. A prefill row
+attends over its own blocks: in one causal call where it sees everything from position 0, else in
+tiles of queries, each over the keys it can see, so memory grows with the tile and a window costs
+its window.
+
+Nothing that was not written for a row reaches its result, not even as 0 * NaN: a block that a row
+begins and does not fill is cleared first, and padding repeats a block of the row's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ebbtide.core.plan import Row
+from ebbtide.models.kv import KVLayout, KVMemory
+
+QUERY_TILE = 256  # queries per attention call where a mask is needed
+BUCKET_WASTE_BLOCKS = 32  # padding that costs about as much as one more attention call
+BUCKET_BYTES = (
+    16 << 20
+)  # gathered per attention call at most: what stays in a CPU's last-level cache
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Decode rows [first, last) of the token axis that share an attention call.
+
+    index: [slots, rows * blocks], rows of ``KVMemory.runs``.
+    mask: [rows, 1, 1, positions], added to the scores; None for a single row, which reads
+    positions [low, high) of what it gathered.
+    """
+
+    first: int
+    last: int
+    index: tuple[Tensor, ...]
+    mask: Tensor | None
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries [first, last) of the token axis over keys [low, high) of what the row gathered."""
+
+    first: int
+    last: int
+    low: int
+    high: int
+    mask: Tensor | None  # [queries, keys], added to the scores; None: causal, as many as queries
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One prefill row. index: [slots, blocks], rows of ``KVMemory.runs``."""
+
+    index: tuple[Tensor, ...]
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """What a step reads and writes in one KV group. write: [slots, tokens], rows of ``positions``."""
+
+    write: tuple[Tensor, ...]
+    buckets: tuple[Bucket, ...]
+    prefills: tuple[Prefill, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step, as tensors. order: the plan's row number of each row on the token axis.
+
+    tokens, positions: [tokens]. last: [rows that sample] places on the token axis, in the plan's
+    order. started: blocks that a row begins and does not fill.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    last: Tensor
+    groups: tuple[GroupBatch, ...]
+    started: tuple[int, ...]
+
+
+def plan_batch(
+    rows: Sequence[Row], sampled: dict[int, int], layout: KVLayout, device: torch.device
+) -> Batch:
+    """Work out a step's index tensors.
+
+    sampled: row number -> token that the preceding step sampled, for rows with ``end > known``.
+    """
+    decodes = sorted((i for i, row in enumerate(rows) if row.end - row.start == 1),
+                     key=lambda i: -rows[i].end)  # fmt: skip
+    prefills = [i for i, row in enumerate(rows) if row.end - row.start > 1]
+    order = decodes + prefills
+    tokens: list[int] = []
+    ends: dict[int, int] = {}
+    for i in order:
+        row = rows[i]
+        tokens += row.tokens[row.start : min(row.end, row.known)]
+        if row.end > row.known:
+            tokens.append(sampled[i])
+        ends[i] = len(tokens) - 1
+    positions = np.concatenate([np.arange(rows[i].start, rows[i].end) for i in order])
+    last = [ends[i] for i, row in enumerate(rows) if row.sampling is not None]
+    started: list[int] = []
+    groups = []
+    for group in range(len(layout.groups)):
+        groups.append(_plan_group([rows[i] for i in order], len(decodes), group, layout, device))
+        started += _started(rows, group, layout.block_size)
+    return Batch(
+        torch.tensor(tokens, device=device),
+        torch.from_numpy(positions).to(device),
+        torch.tensor(last, dtype=torch.int64, device=device),
+        tuple(groups),
+        tuple(started),
+    )
+
+
+def _started(rows: Sequence[Row], group: int, block_size: int) -> list[int]:
+    """Blocks whose first position is written in this step, but not their last."""
+    blocks = []
+    for row in rows:
+        block, filled = divmod(row.end, block_size)
+        if filled and block * block_size >= row.start:
+            first, ids = row.tables[group]
+            blocks.append(ids[block - first])
+    return blocks
+
+
+def _plan_group(
+    rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
+) -> GroupBatch:
+    size, slots = layout.block_size, layout.layers_per_group
+    blocks: list[int] = []  # of every token
+    offsets: list[int] = []
+    for row in rows[:num_decodes]:
+        first, ids = row.tables[group]
+        block, offset = divmod(row.start, size)
+        blocks.append(ids[block - first])
+        offsets.append(offset)
+    at = np.array(blocks, dtype=np.int64) * (slots * size) + np.array(offsets, dtype=np.int64)
+    parts = [at]
+    for row in rows[num_decodes:]:
+        first, ids = row.tables[group]
+        begin = row.start // size
+        own = np.array(ids[begin - first : (row.end - 1) // size + 1 - first], dtype=np.int64)
+        block, offset = np.divmod(np.arange(row.start, row.end), size)
+        parts.append(own[block - begin] * (slots * size) + offset)
+    write = np.concatenate(parts) + np.arange(slots)[:, None] * size
+    masks = _CausalMasks(layout.groups[group].window, layout.dtype, device)
+    token = num_decodes
+    prefills = []
+    for row in rows[num_decodes:]:
+        prefills.append(_plan_prefill(row, token, group, layout, masks, device))
+        token += row.end - row.start
+    return GroupBatch(
+        torch.from_numpy(write).to(device).unbind(),
+        tuple(_plan_buckets(rows[:num_decodes], group, layout, device)),
+        tuple(prefills),
+    )
+
+
+def _plan_buckets(
+    rows: list[Row], group: int, layout: KVLayout, device: torch.device
+) -> list[Bucket]:
+    """Cut the decode rows, longest first, where padding would cost more than another call."""
+    size = layout.block_size
+    spec = layout.groups[group]
+    blocks_max = max(1, BUCKET_BYTES * layout.layers_per_group // layout.block_bytes)
+    buckets: list[Bucket] = []
+    seen: list[tuple[list[int], int, int]] = []  # visible blocks; visible positions [low, high)
+    longest = waste = 0
+    for i, row in enumerate(rows):
+        low = spec.first_visible(row.start)
+        begin, last = low // size, row.start // size
+        first, ids = row.tables[group]
+        own = ids[begin - first : last + 1 - first]
+        waste += longest - len(own)
+        if seen and (
+            waste > BUCKET_WASTE_BLOCKS
+            or len(own) > longest
+            or longest * (len(seen) + 1) > blocks_max
+        ):
+            buckets.append(_bucket(i - len(seen), seen, longest, layout, device))
+            seen, longest, waste = [], len(own), 0
+        longest = max(longest, len(own))
+        seen.append((own, low - begin * size, row.end - begin * size))
+    if seen:
+        buckets.append(_bucket(len(rows) - len(seen), seen, longest, layout, device))
+    return buckets
+
+
+def _bucket(
+    first: int,
+    seen: list[tuple[list[int], int, int]],
+    longest: int,
+    layout: KVLayout,
+    device: torch.device,
+) -> Bucket:
+    ids: list[int] = []
+    for own, _, _ in seen:
+        ids += own
+        ids += own[-1:] * (longest - len(own))
+    mask = None
+    if len(seen) > 1:
+        place = np.arange(longest * layout.block_size)
+        low = np.array([low for _, low, _ in seen])[:, None]
+        high = np.array([high for _, _, high in seen])[:, None]
+        hidden = np.where((place >= low) & (place < high), np.float32(0), np.float32(-np.inf))
+        mask = torch.from_numpy(hidden).to(device, layout.dtype)[:, None, None]
+    _, low_0, high_0 = seen[0]
+    return Bucket(first, first + len(seen), _slots(ids, layout, device), mask, low_0, high_0)
+
+
+def _slots(ids: list[int], layout: KVLayout, device: torch.device) -> tuple[Tensor, ...]:
+    """Rows of ``KVMemory.runs`` of these blocks, for each slot of the group."""
+    slots = layout.layers_per_group
+    index = np.array(ids, dtype=np.int64) * slots + np.arange(slots)[:, None]
+    return torch.from_numpy(index).to(device).unbind()
+
+
+class _CausalMasks:
+    """Masks of one group's tiles in a step. All are views of one, whose last key is the last query."""
+
+    def __init__(self, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._window, self._dtype, self._device = window, dtype, device
+        self._mask = torch.empty(0, 0)
+
+    def tile(self, queries: int, keys: int) -> Tensor:
+        """[queries, keys]: 0 where the query sees the key, else -inf."""
+        have_queries, have_keys = self._mask.shape
+        if queries > have_queries or keys > have_keys:
+            have_queries, have_keys = max(queries, have_queries), max(keys, have_keys)
+            distance = (
+                torch.arange(have_queries, device=self._device)[:, None]
+                - torch.arange(have_keys, device=self._device)
+                + (have_keys - have_queries)
+            )
+            hidden = distance < 0
+            if self._window is not None:
+                hidden |= distance >= self._window
+            self._mask = torch.zeros(
+                hidden.shape, dtype=self._dtype, device=self._device
+            ).masked_fill_(hidden, -torch.inf)
+        return self._mask[have_queries - queries :, have_keys - keys :]
+
+
+def _plan_prefill(
+    row: Row,
+    token: int,
+    group: int,
+    layout: KVLayout,
+    masks: _CausalMasks,
+    device: torch.device,
+) -> Prefill:
+    size = layout.block_size
+    spec = layout.groups[group]
+    first, ids = row.tables[group]
+    begin = spec.first_visible(row.start) // size
+    index = _slots(ids[begin - first : (row.end - 1) // size + 1 - first], layout, device)
+    base = begin * size  # position of the first key gathered
+    if row.start == 0 and (spec.window is None or row.end <= spec.window):
+        whole = Tile(token, token + row.end, 0, row.end, None)
+        return Prefill(index, (whole,))
+    tiles = []
+    for low in range(row.start, row.end, QUERY_TILE):
+        high = min(low + QUERY_TILE, row.end)
+        visible = spec.first_visible(low)
+        mask = masks.tile(high - low, high - visible)
+        at = token - row.start
+        tiles.append(Tile(at + low, at + high, visible - base, high - base, mask))
+    return Prefill(index, tuple(tiles))
+
+
+def attend(qkv: Tensor, group: GroupBatch, slot: int, kv: KVMemory, out: Tensor) -> None:
+    """One layer's attention. Writes the step's keys and values, then reads what each row sees.
+
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], rotated. out: [tokens, heads * head_dim].
+    """
+    kv_heads, dim = kv.layout.kv_heads, kv.layout.head_dim
+    width = out.shape[1]
+    heads = width // dim
+    kv.positions.index_copy_(0, group.write[slot], qkv[:, width:])
+    for bucket in group.buckets:
+        rows = bucket.last - bucket.first
+        seen = kv.runs.index_select(0, bucket.index[slot]).view(rows, -1, 2, kv_heads, dim)
+        if bucket.mask is None:
+            seen = seen[:, bucket.low : bucket.high]
+        keys, values = seen.transpose(1, 3).unbind(2)  # [rows, kv_heads, positions, dim]
+        query = qkv[bucket.first : bucket.last, :width].view(rows, kv_heads, -1, dim)
+        result = scaled_dot_product_attention(query, keys, values, attn_mask=bucket.mask)
+        out[bucket.first : bucket.last].view(rows, kv_heads, -1, dim).copy_(result)
+    for prefill in group.prefills:
+        seen = kv.runs.index_select(0, prefill.index[slot]).view(1, -1, 2, kv_heads, dim)
+        seen = seen.transpose(1, 3)
+        for tile in prefill.tiles:
+            keys, values = seen[:, :, :, tile.low : tile.high].unbind(2)
+            query = qkv[tile.first : tile.last, :width].view(1, -1, heads, dim).transpose(1, 2)
+            result = scaled_dot_product_attention(
+                query,
+                keys,
+                values,
+                attn_mask=tile.mask,
+                is_causal=tile.mask is None,
+                enable_gqa=heads != kv_heads,
+            )
+            out[tile.first : tile.last].view(1, -1, heads, dim).copy_(result.transpose(1, 2))

@@ -1,0 +1,150 @@
+"""The Llama family, inference only: one forward pass over a ragged batch with paged KV.
+
+Llama, Mistral (sliding windows), Qwen2 (biased projections), Qwen3 (normalised queries and keys) and
+SmolLM (layers without rotation) differ in what ``ModelConfig`` says, not in code.
+
+The architecture is that of Touvron et al. 2023 (LLaMA): RMSNorm (Zhang and Sennrich 2019) before
+each half, rotary positions (Su et al. 2021) in the half-split order, grouped-query attention
+(Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, silu
+
+from ebbtide.models.attention import Batch, attend
+from ebbtide.models.config import ModelConfig
+from ebbtide.models.kv import KVLayout, KVMemory
+from ebbtide.models.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights, and where its KV lives: its group, and its slot in the group's blocks."""
+
+    group: int
+    slot: int
+    rotates: bool
+    input_norm: Tensor
+    qkv: Linear
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaModel:
+    """Weights of one model on one device, in the dtype of ``layout``.
+
+    weights: Hugging Face names, any dtype; a name that is missing raises ``KeyError``. Rows of the
+    query and key projections are in the half-split rotary order.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        layout: KVLayout,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.device = torch.device(device)
+        self.dtype = layout.dtype
+        self._weights = weights
+        self._embedding = self._get("model.embed_tokens.weight")
+        self._layers = [self._build_layer(i) for i in range(config.num_layers)]
+        self._norm = self._get("model.norm.weight")
+        self._head = Linear(
+            self._embedding if config.tied_embeddings else self._get("lm_head.weight")
+        )
+        frequencies = torch.tensor(config.rope.inverse_frequencies, dtype=torch.float32)
+        self._frequencies = frequencies.to(self.device)
+        del self._weights
+
+    def _get(self, *names: str) -> Tensor:
+        """These weights, one below the other, as they are used."""
+        parts = [self._weights[name].to(self.device, self.dtype) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _build_layer(self, number: int) -> _Layer:
+        config = self.config
+        prefix = f"model.layers.{number}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        projections = [f"{attention}{name}_proj" for name in "qkv"]
+        qkv_bias = self._get(*(f"{p}.bias" for p in projections)) if config.qkv_bias else None
+        output_bias = self._get(f"{attention}o_proj.bias") if config.output_bias else None
+        qk_norm = None
+        if config.qk_norm:
+            query, key = (self._get(f"{attention}{name}_norm.weight") for name in "qk")
+            qk_norm = torch.cat(
+                [query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]
+            )
+        group, slot = self.layout.places[number]
+        return _Layer(
+            group=group,
+            slot=slot,
+            rotates=config.rope_layers[number],
+            input_norm=self._get(f"{prefix}input_layernorm.weight"),
+            qkv=Linear(self._get(*(f"{p}.weight" for p in projections)), qkv_bias),
+            qk_norm=qk_norm,
+            output=Linear(self._get(f"{attention}o_proj.weight"), output_bias),
+            mlp_norm=self._get(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=Linear(self._get(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")),
+            down=Linear(self._get(f"{mlp}down_proj.weight")),
+        )
+
+    def forward(self, batch: Batch, kv: KVMemory) -> Tensor:
+        """Run a step: KV of all its tokens is written. Returns logits [rows that sample, vocab]."""
+        eps = self.config.rms_eps
+        kv.clear(batch.started)
+        cos, sin = self._rotation(batch.positions)
+        x = embedding(batch.tokens, self._embedding)
+        attended = x.new_empty(len(x), self.config.num_heads * self.config.head_dim)
+        for layer in self._layers:
+            qkv = layer.qkv(rms_norm(x, layer.input_norm, eps))
+            self._prepare_queries_and_keys(layer, qkv, cos, sin)
+            attend(qkv, batch.groups[layer.group], layer.slot, kv, attended)
+            x = layer.output.add(attended, x)
+            gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=1)
+            x = layer.down.add(silu(gate).mul_(up), x)
+        if len(batch.last) == 0:
+            return x.new_empty(0, self.config.vocab_size)
+        return self._head(rms_norm(x.index_select(0, batch.last), self._norm, eps))
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of every token's angles, [tokens, 1, head_dim]; the first half of sin negated."""
+        angles = torch.outer(positions.to(torch.float32), self._frequencies)
+        scale = self.config.rope.attention_scale
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        return (
+            torch.cat([cos, cos], dim=1).to(self.dtype).unsqueeze(1),
+            torch.cat([-sin, sin], dim=1).to(self.dtype).unsqueeze(1),
+        )
+
+    def _prepare_queries_and_keys(
+        self, layer: _Layer, qkv: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
+        """Normalise and rotate the queries and keys in ``qkv``, in place."""
+        config = self.config
+        heads = config.num_heads + config.num_kv_heads
+        both = qkv[:, : heads * config.head_dim].view(len(qkv), heads, config.head_dim)
+        if layer.qk_norm is not None:
+            both.copy_(rms_norm(both, layer.qk_norm, config.rms_eps))
+        if layer.rotates:
+            swapped = both.roll(config.head_dim // 2, dims=-1)
+            torch.addcmul(both * cos, swapped, sin, out=both)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32."""
+    wide = x.to(torch.float32)
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype) * weight
