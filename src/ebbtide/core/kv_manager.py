@@ -78,7 +78,6 @@ class KVManager:
         """The longest prefix that can be reused; at least one token is always left to compute."""
         size = self.block_size
         chain = request.digest_upto(len(request.tokens) // size, size)
-        chain = chain[: len(request.tokens) // size]
         limit = (len(request.tokens) - 1) // size
 
         def below(group: int, index: int) -> bool:
@@ -203,9 +202,9 @@ class KVManager:
     def _store(self, request: Request) -> None:
         if request.private:
             return
-        chain = request.digests[: request.committed // self.block_size]
+        chain, full = request.digests, request.committed // self.block_size
         for group, (first, blocks) in enumerate(request.tables):
-            for store in self._offload.store(request.id, group, chain, first, blocks):
+            for store in self._offload.store(request.id, group, chain, full, first, blocks):
                 self._flights[store.id] = _Flight(store, group, (), None)
                 self.pool.hold(store.blocks)
                 self.outbox.append(store)
@@ -229,7 +228,7 @@ class KVManager:
     def release(self, request: Request) -> None:
         """Nothing in flight refers to the request: store what is still due, give up all its blocks."""
         self._store(request)
-        self._offload.end(request.id, request.digests[: request.committed // self.block_size])
+        self._offload.end(request.id, request.digests, request.committed // self.block_size)
         self._give_up(request)
         for table in request.tables:
             self.pool.drop(reversed(table.blocks))

@@ -33,16 +33,23 @@ class Offload(Protocol):
         ...
 
     def store(
-        self, owner: str, group: int, chain: Sequence[bytes], first: int, blocks: Sequence[int]
+        self,
+        owner: str,
+        group: int,
+        chain: Sequence[bytes],
+        full: int,
+        first: int,
+        blocks: Sequence[int],
     ) -> list[Transfer]:
-        """The blocks from index ``first`` to the end of ``chain`` are committed: store what is due.
+        """The first ``full`` blocks of the chain are committed: store what is due.
 
-        Called as an owner's chain grows; what finds no room now is asked for again at the next call.
+        ``blocks[i]`` is block ``first + i`` of the chain. Called as an owner's chain grows; what
+        finds no room now is asked for again at the next call.
         """
         ...
 
-    def end(self, owner: str, chain: Sequence[bytes]) -> None:
-        """The owner gives up its blocks; ``chain`` is what it had committed."""
+    def end(self, owner: str, chain: Sequence[bytes], full: int) -> None:
+        """The owner gives up its blocks; it had committed the first ``full`` of its chain."""
         ...
 
     def finished(self, result: TransferResult) -> None:

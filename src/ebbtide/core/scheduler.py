@@ -314,16 +314,16 @@ class Scheduler:
         if plan.loads:
             self._sync_loads_done(plan.loads, outcome)
         tokens = iter(outcome.tokens)
-        for index, row in enumerate(plan.rows):
-            request = self.requests[row.request_id]
+        for index, (request_id, _, _, start, end, _, sampling, _) in enumerate(plan.rows):
+            request = self.requests[request_id]
             request.in_flight -= 1
-            token = next(tokens, None) if row.sampling is not None else None
+            token = None if sampling is None else next(tokens, None)
             if request.drain is not Drain.LOST:
-                if row.start < request.settled:
-                    self._settle(request, row)
+                if start < request.settled:
+                    self._settle(request, start, end)
                 request.failed_steps = 0
-                request.committed = min(row.end, len(request.tokens))
-                if row.end >= request.boundary:
+                request.committed = min(end, len(request.tokens))  # a dropped token has no name
+                if end >= request.boundary:
                     self.kv.commit(request)
                 if token is not None and request.finish is None:
                     self._take(request, token, outcome.logprobs.get(index))
@@ -355,13 +355,13 @@ class Scheduler:
             self._finish(request, reason, token=token, logprob=logprob)
             self._drain(request, Drain.ENDED)
 
-    def _settle(self, request: Request, row: Row) -> None:
+    def _settle(self, request: Request, start: int, end: int) -> None:
         """Enter in the ledger what has just become certain."""
         for span in request.spans:
             request.ledger.commit(span, request.cause)
         request.spans = ()
         before = request.ledger.recomputed[request.cause]
-        request.ledger.commit(Span(row.start, row.end, Source.COMPUTED), request.cause)
+        request.ledger.commit(Span(start, end, Source.COMPUTED), request.cause)
         again = request.ledger.recomputed[request.cause] - before
         self.counters.recomputed_tokens[request.cause] += again
 

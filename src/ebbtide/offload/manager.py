@@ -61,14 +61,19 @@ class OffloadManager:
         return loads
 
     def store(
-        self, owner: str, group: int, chain: Sequence[bytes], first: int, blocks: Sequence[int]
+        self,
+        owner: str,
+        group: int,
+        chain: Sequence[bytes],
+        full: int,
+        first: int,
+        blocks: Sequence[int],
     ) -> list[Transfer]:
+        stores: list[Transfer] = []
         if not self.slots.num_slots:
-            return []
-        stores = []
+            return stores
         chunk = self._due.get((owner, group), 0)
-        full = len(chain) // self.blocks_per_chunk
-        while chunk < full:
+        while chunk < full // self.blocks_per_chunk:
             at = chunk * self.blocks_per_chunk - first
             if at >= 0:  # else a window has left it behind
                 key = self._key(group, chain, chunk)
@@ -83,15 +88,15 @@ class OffloadManager:
         self._due[owner, group] = chunk
         return stores
 
-    def end(self, owner: str, chain: Sequence[bytes]) -> None:
+    def end(self, owner: str, chain: Sequence[bytes], full: int) -> None:
         """Also touches the owner's chunks, the first one last: it is worth most, since without it
         the others are worth nothing, and so eviction eats a chain from its end."""
-        full = len(chain) // self.blocks_per_chunk
+        chunks = full // self.blocks_per_chunk
         for group in range(self._num_groups):
             due = self._due.pop((owner, group), None)
             if due is not None:
-                self.counters.store_dropped += full - due
-            for chunk in reversed(range(full)):
+                self.counters.store_dropped += max(0, chunks - due)
+            for chunk in reversed(range(chunks)):
                 self.slots.touch(self._key(group, chain, chunk))
 
     def finished(self, result: TransferResult) -> None:
