@@ -1,0 +1,260 @@
+"""A GGUF file as configuration and weights: its names and layouts turned into Hugging Face's.
+
+The converter that writes GGUF files reorders the rows of queries and keys of the ``llama`` and
+``smollm3`` architectures, so that the two halves a rotation pairs lie side by side
+(x0, x32, x1, x33, ...). ``_halves_apart`` undoes it; other architectures keep Hugging Face's order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.core.errors import InputError
+from ebbtide.models.config import ModelConfig, RopeConfig
+from ebbtide.models.dequantize import dequantize
+from ebbtide.models.gguf_file import GGUFFile, TensorInfo
+from ebbtide.models.rope import rope_config, with_factors
+from ebbtide.models.weights import check_names, check_shape, require_architecture, weight_shapes
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
+INTERLEAVED = ("llama", "smollm3")
+NO_ROPE_INTERVAL = 4  # SmolLM3 rotates in all layers but every fourth; the file does not say so
+ROPE_FACTORS = "rope_freqs.weight"
+MAX_READERS = 4
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def read_config(file: GGUFFile) -> ModelConfig:
+    """The configuration that the file's metadata and tensor names describe."""
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise InputError(
+            f"{file.path} is one of {file.metadata['split.count']} parts; join them first "
+            "(llama-gguf-split --merge)"
+        )
+    architecture = require_architecture(
+        file.metadata.get("general.architecture"), file.path, ARCHITECTURES
+    )
+    keys = _Keys(file, architecture)
+    if keys.integer("expert_count", 0):
+        raise InputError(f"{file.path} is a mixture of experts; only dense models are supported")
+    heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    layers = keys.integer("block_count")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise InputError(f"{file.path} lacks token_embd.weight, the embedding of its tokens")
+    if min(heads, hidden, layers) < 1:
+        raise InputError(
+            f"{file.path} is damaged: {layers} layers of {heads} heads, {hidden} values wide"
+        )
+    head_dim = keys.integer("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if keys.integer(name, head_dim) != head_dim:
+            raise InputError(
+                f"{file.path}: {architecture}.{name} is {keys.integer(name)} and heads have "
+                f"{head_dim} values; only models where the two are equal are supported"
+            )
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden,
+        intermediate_size=keys.integer("feed_forward_length"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=keys.integer("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        max_length=keys.integer("context_length"),
+        rope=_rope(file, keys, head_dim),
+        windows=(_window(keys),) * layers,
+        rope_layers=tuple(
+            architecture != "smollm3" or (layer + 1) % NO_ROPE_INTERVAL != 0
+            for layer in range(layers)
+        ),
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        tied_embeddings="output.weight" not in file.tensors,
+    )
+
+
+class _Keys:
+    """Typed access to ``<architecture>.<name>``."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.path = file.path
+        self.metadata = file.metadata
+        self.architecture = architecture
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._value(name, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._unusable(name, value)
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._unusable(name, value)
+        return float(value)
+
+    def get(self, name: str) -> Any:
+        return self.metadata.get(f"{self.architecture}.{name}")
+
+    def _value(self, name: str, default: float | None) -> Any:
+        value = self.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise InputError(
+                f"{self.path} lacks {self.architecture}.{name} in its metadata; convert it again"
+            )
+        return default
+
+    def _unusable(self, name: str, value: object) -> InputError:
+        return InputError(
+            f"{self.path}: {self.architecture}.{name} is {value!r}; one number for all layers "
+            "is needed"
+        )
+
+
+def _window(keys: _Keys) -> int | None:
+    window = keys.integer("attention.sliding_window", 0)
+    if window and keys.architecture != "llama":
+        raise InputError(
+            f"{keys.path} has a sliding window of {window} positions and does not say in which "
+            f"layers; use the Hugging Face directory of this {keys.architecture} model"
+        )
+    return window or None
+
+
+def _rope(file: GGUFFile, keys: _Keys, head_dim: int) -> RopeConfig:
+    method = keys.get("rope.scaling.type") or "none"
+    scaling = {
+        "rope_type": "default" if method == "none" else method,
+        "factor": keys.number("rope.scaling.factor", 1.0),
+        "original_max_position_embeddings": keys.integer(
+            "rope.scaling.original_context_length", keys.integer("context_length")
+        ),
+        "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+    }
+    base = keys.number("rope.freq_base", 10_000.0)
+    rope = rope_config(base, head_dim, keys.integer("context_length"), scaling)
+    extra_scale = keys.number("rope.scaling.attn_factor", 1.0)
+    if extra_scale != 1.0:
+        rope = RopeConfig(rope.inverse_frequencies, rope.attention_scale * extra_scale)
+    if ROPE_FACTORS in file.tensors:
+        info = file.tensors[ROPE_FACTORS]
+        check_shape(ROPE_FACTORS, info.shape, (head_dim // 2,), file.path)
+        with file.open() as descriptor:
+            raw = file.read(descriptor, info)
+        rope = with_factors(rope, dequantize(raw, info.type, info.shape, torch.float32))
+    return rope
+
+
+def read_weights(
+    file: GGUFFile,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    progress: Callable[[float], None],
+) -> tuple[dict[str, torch.Tensor], bytes]:
+    """All weights in ``dtype`` under Hugging Face names, and the identity (32 bytes).
+
+    Each tensor is read once: the bytes that are hashed are the bytes that become the weight.
+    """
+    expected = weight_shapes(config)
+    infos = {_hugging_face_name(name): info for name, info in file.tensors.items()}
+    infos.pop(ROPE_FACTORS, None)
+    check_names(expected, set(infos), file.path)
+    for name, info in infos.items():
+        check_shape(info.name, info.shape, expected[name], file.path)
+    digest = hashlib.blake2b(file.header, digest_size=32)
+    total = sum(info.size for info in infos.values()) or 1
+    done = 0
+    weights = {}
+    readers = min(MAX_READERS, os.cpu_count() or 1)
+    with file.open() as descriptor, ThreadPoolExecutor(readers) as pool:
+        jobs = [
+            pool.submit(_read_weight, file, descriptor, info, config, dtype)
+            for info in infos.values()
+        ]
+        try:
+            for (name, info), job in zip(infos.items(), jobs, strict=True):
+                weights[name], tensor_digest = job.result()
+                digest.update(tensor_digest)
+                done += info.size
+                progress(done / total)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if ROPE_FACTORS in file.tensors:
+        digest.update(repr(config.rope.inverse_frequencies).encode())
+    return weights, digest.digest()
+
+
+def _read_weight(
+    file: GGUFFile, descriptor: int, info: TensorInfo, config: ModelConfig, dtype: torch.dtype
+) -> tuple[torch.Tensor, bytes]:
+    raw = file.read(descriptor, info)
+    digest = hashlib.blake2b(memoryview(raw), digest_size=32).digest()
+    weight = dequantize(raw, info.type, info.shape, dtype)
+    if config.architecture in INTERLEAVED and (".attn_q." in info.name or ".attn_k." in info.name):
+        weight = _halves_apart(weight, config.head_dim)
+    return weight, digest
+
+
+def _halves_apart(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of each head from (x0, x32, x1, x33, ...) to (x0, x1, ..., x32, x33, ...)."""
+    pairs = weight.view(-1, head_dim // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def _hugging_face_name(name: str) -> str:
+    """Names that are not known stay as they are, and are refused with the unused weights."""
+    if name in _TOP:
+        return _TOP[name]
+    prefix, _, rest = name.partition(".")
+    layer, _, part = rest.partition(".")
+    module, _, kind = part.partition(".")
+    if prefix == "blk" and module in _LAYER and kind in ("weight", "bias"):
+        return f"model.layers.{layer}.{_LAYER[module]}.{kind}"
+    return name
+
+
+def sampling_defaults(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What the file recommends (``general.sampling.*``), keyed like ``SamplingParams``."""
+    names = {
+        "temp": "temperature",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "penalty_repeat": "repetition_penalty",
+    }
+    given = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
+    return {name: value for name, value in given.items() if value is not None}
