@@ -80,7 +80,7 @@ class GGUFFile:
     def read(self, descriptor: int, info: TensorInfo) -> np.ndarray:
         """The tensor's bytes as they are in the file. Safe to call from several threads."""
         buffer = np.empty(info.size, dtype=np.uint8)
-        view = memoryview(buffer)
+        view = buffer.data
         at = 0
         while at < info.size:
             count = os.preadv(descriptor, [view[at:]], info.offset + at)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,7 +221,7 @@ def _read_weight(
     file: GGUFFile, descriptor: int, info: TensorInfo, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[torch.Tensor, bytes]:
     raw = file.read(descriptor, info)
-    digest = hashlib.blake2b(memoryview(raw), digest_size=32).digest()
+    digest = hashlib.blake2b(raw.data, digest_size=32).digest()
     weight = dequantize(raw, info.type, info.shape, dtype)
     if config.architecture in INTERLEAVED and (".attn_q." in info.name or ".attn_k." in info.name):
         weight = _halves_apart(weight, config.head_dim)
@@ -245,16 +244,3 @@ def _hugging_face_name(name: str) -> str:
     if prefix == "blk" and module in _LAYER and kind in ("weight", "bias"):
         return f"model.layers.{layer}.{_LAYER[module]}.{kind}"
     return name
-
-
-def sampling_defaults(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What the file recommends (``general.sampling.*``), keyed like ``SamplingParams``."""
-    names = {
-        "temp": "temperature",
-        "top_k": "top_k",
-        "top_p": "top_p",
-        "min_p": "min_p",
-        "penalty_repeat": "repetition_penalty",
-    }
-    given = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
-    return {name: value for name, value in given.items() if value is not None}

@@ -114,7 +114,7 @@ class _Keys:
         return default if value is None else bool(value)
 
     def token(self, name: str) -> int | None:
-        value = self.get(name)
+        value: int | None = self.get(name)
         if value is not None and not 0 <= value < len(self.tokens):
             raise InputError(
                 f"{self.path} is damaged: tokenizer.ggml.{name} is {value}, and the vocabulary has "
@@ -177,7 +177,7 @@ def _sentence_piece(keys: _Keys) -> Backend:
     except Exception as error:  # the library raises a bare Exception
         raise InputError(f"{keys.path} has a damaged vocabulary: {error}") from None
     backend = Backend(model)
-    spaces = [normalizers.Replace(" ", SPACE)]
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
     if keys.flag("add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(SPACE))
     backend.normalizer = normalizers.Sequence(spaces)

@@ -124,8 +124,9 @@ def _download(hub_id: str, report: Progress) -> Path:
 
 
 def _load_gguf(found: FoundModel, dtype: torch.dtype, report: Progress) -> Checkpoint:
+    from ebbtide.models.generation import from_gguf
     from ebbtide.models.gguf_file import read_header
-    from ebbtide.models.gguf_model import read_config, read_weights, sampling_defaults
+    from ebbtide.models.gguf_model import read_config, read_weights
     from ebbtide.models.gguf_tokenizer import build_tokenizer
 
     file = read_header(found.path)
@@ -135,5 +136,4 @@ def _load_gguf(found: FoundModel, dtype: torch.dtype, report: Progress) -> Check
     weights, identity = read_weights(
         file, config, dtype, lambda fraction: report("reading weights", fraction)
     )
-    defaults = sampling_defaults(file.metadata, file.path)
-    return Checkpoint(found.name, config, weights, tokenizer, defaults, identity)
+    return Checkpoint(found.name, config, weights, tokenizer, from_gguf(file.metadata), identity)

@@ -38,7 +38,7 @@ END_OF_GENERATION = frozenset(
         "<|eom_id|>",
         "<|end_of_text|>",
         "<|end▁of▁sentence|>",
-        "<｜end▁of▁sentence｜>",
+        "<\uff5cend▁of▁sentence\uff5c>",
         "<|end|>",
         "<end_of_turn>",
         "</s>",
