@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,3 +45,7 @@ class Arena:
         start = offset * self.block_bytes
         chunk = self._slots[number, start : start + count * self.block_bytes]
         return chunk.reshape(count, self.block_bytes)
+
+    def slots(self, numbers: Sequence[int]) -> Bytes:
+        """A copy of whole chunks, [slot, bytes]: for inspection."""
+        return self._slots[list(numbers), : self.blocks_per_chunk * self.block_bytes]

@@ -70,34 +70,47 @@ class WitnessModel:
         return state % self.vocabulary
 
 
+class WitnessTape:
+    """The KV of one sequence, computed from its tokens alone: no block, no cache, no batch."""
+
+    def __init__(self, model: WitnessModel) -> None:
+        self.model = model
+        self.visible = [0] * len(model.groups)
+        self._weights: list[list[int]] = [[] for _ in model.groups]
+
+    def push(self, token: int) -> list[list[int]]:
+        """Append a token; returns its position's KV, [group][slice]."""
+        position = len(self._weights[0])
+        for number, group in enumerate(self.model.groups):
+            if group.window is not None and position >= group.window:
+                gone = self._weights[number][position - group.window]
+                self.visible[number] = (self.visible[number] - gone) & MASK
+        kv = self.model.fingerprints(token, position, self.visible)
+        for number, fingerprints in enumerate(kv):
+            weight = self.model.weight(fingerprints, position)
+            self._weights[number].append(weight)
+            self.visible[number] = (self.visible[number] + weight) & MASK
+        return kv
+
+    def copy(self) -> WitnessTape:
+        other = WitnessTape(self.model)
+        other.visible = list(self.visible)
+        other._weights = [list(weights) for weights in self._weights]
+        return other
+
+
 def oracle(
     model: WitnessModel, prompt: Sequence[int], sampling: SamplingParams, count: int
 ) -> list[int]:
     """The first ``count`` tokens that follow the prompt, without any cache, block or stop rule."""
-    tokens = list(prompt)
-    weights: list[list[int]] = [[] for _ in model.groups]
-    visible = [0] * len(model.groups)
-    position = 0
-    while len(tokens) < len(prompt) + count:
-        while position < len(tokens):
-            _slide(model, weights, visible, position)
-            kv = model.fingerprints(tokens[position], position, visible)
-            for group, fingerprints in enumerate(kv):
-                weights[group].append(model.weight(fingerprints, position))
-                visible[group] = (visible[group] + weights[group][-1]) & MASK
-            position += 1
-        tokens.append(model.next_token(visible, sampling, len(tokens) - len(prompt)))
-    return tokens[len(prompt) :]
-
-
-def _slide(
-    model: WitnessModel, weights: Sequence[Sequence[int]], visible: list[int], position: int
-) -> None:
-    """Before ``position`` is added: what its windows no longer cover leaves the sums."""
-    for number, group in enumerate(model.groups):
-        if group.window is not None and position - group.window >= 0:
-            gone = weights[number][position - group.window]
-            visible[number] = (visible[number] - gone) & MASK
+    tape = WitnessTape(model)
+    for token in prompt:
+        tape.push(token)
+    tokens: list[int] = []
+    for index in range(count):
+        tokens.append(model.next_token(tape.visible, sampling, index))
+        tape.push(tokens[-1])
+    return tokens
 
 
 class WitnessMemory:

@@ -1,0 +1,299 @@
+"""The rules that hold at all times, checked against the actual structures.
+
+Everything is counted anew from what requests, plans and transfers say, and compared with what the
+pool, the queues and the host slots believe. Whoever drives a scheduler can call these between any
+two of its calls:
+
+    check_requests, check_blocks    states and queues; references, names, blocks being written
+    check_host                      slots and pins
+    Chains.check_device/check_host  the bytes themselves, where the witness is the model
+    check_drained                   after the end: nothing is left
+
+They look into private structures on purpose: nothing in there may disagree. A broken rule raises
+``AssertionError``, which says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from ebbtide.core.plan import Direction, StepPlan, Transfer
+from ebbtide.core.request import Drain, Request, State
+from ebbtide.core.scheduler import Scheduler
+from ebbtide.offload.arena import Arena
+from ebbtide.offload.host import SlotState
+from ebbtide.offload.manager import OffloadManager
+from ebbtide.testing.witness import WitnessMemory, WitnessModel, WitnessTape, Words
+
+# --- requests and queues -------------------------------------------------------------------
+
+
+def check_requests(scheduler: Scheduler, plans: Sequence[StepPlan]) -> None:
+    """``plans`` are in flight. Every request is where its state says, and every wait has an owner."""
+    in_flight = Counter(row.request_id for plan in plans for row in plan.rows)
+    queued = Counter(r for _, _, r in scheduler._waiting if r.state is not State.FINISHED)
+    queued.update(r for r in scheduler.kv.woken if r.state is not State.FINISHED)
+    parked = _check_parked(scheduler)
+    held = {
+        State.RUNNING: scheduler._running,
+        State.LOADING: scheduler._loading,
+        State.DRAINING: scheduler._draining,
+    }
+    for state, container in held.items():
+        for request_id, request in container.items():
+            assert scheduler.requests.get(request_id) is request, f"{request!r} is a ghost"
+            assert request.state is state, f"{request!r} is among the {state.name}"
+    for request in scheduler.requests.values():
+        places = queued[request] + parked[request]
+        assert places == (request.state is State.WAITING), f"{request!r} is queued {places} times"
+        if request.state in held:
+            assert request.id in held[request.state], f"{request!r} is in no container"
+        assert request.in_flight == in_flight[request.id], f"{request!r}: steps in flight differ"
+        _check_positions(scheduler, request)
+        _check_state(scheduler, request)
+    assert in_flight.keys() <= scheduler.requests.keys(), "a step runs for a request that is gone"
+    deadlines = [r.load_deadline for r in scheduler._loading.values()]
+    assert deadlines == sorted(deadlines)
+    assert scheduler.running + scheduler.loading <= scheduler.config.batch_max
+
+
+def _check_parked(scheduler: Scheduler) -> Counter[Request]:
+    kv = scheduler.kv
+    for digest, waiters in kv._parked.items():
+        assert digest in kv._producers, f"nobody produces what {waiters} wait for"
+    for producer in kv._producers.values():
+        assert producer.tables, f"{producer!r} produces, but holds no block"
+        assert producer.state not in (State.WAITING, State.FINISHED), f"{producer!r} produces"
+    return Counter(
+        r for waiters in kv._parked.values() for r in waiters if r.state is not State.FINISHED
+    )
+
+
+def _check_positions(scheduler: Scheduler, request: Request) -> None:
+    r, size = request, scheduler.config.block_size
+    assert 0 <= r.committed <= r.scheduled <= r.target <= r.length_max, f"{r!r}"
+    assert r.target - len(r.tokens) in range(scheduler.config.overlap + 1), f"{r!r}"
+    if not r.tables:
+        assert r.state is State.WAITING, f"{r!r} has no tables"
+        return
+    assert r.scheduled <= r.capacity, f"{r!r} is scheduled beyond its capacity {r.capacity}"
+    held = 0
+    known = max(r.committed, r.published * size)  # matched positions count, also while they load
+    for group, (first, blocks) in zip(scheduler.config.groups, r.tables, strict=True):
+        assert (first + len(blocks)) * size >= r.capacity, f"{r!r}: a table is too short"
+        if r.drain is not Drain.LOST:  # else it has been cut back
+            seen = group.first_visible(known)
+            assert first * size <= seen, f"{r!r}: a visible block was released"
+        held += len(blocks)
+    bound = scheduler.kv.blocks_needed_max(r.length_max - 1)
+    assert held <= bound, f"{r!r} holds {held} blocks, {bound} were thought to do"
+
+
+def _check_state(scheduler: Scheduler, request: Request) -> None:
+    r = request
+    assert (r.state is State.DRAINING) == (r.drain is not Drain.NO), f"{r!r}: {r.drain!r}"
+    if r.state is State.DRAINING:
+        assert r.in_flight, f"{r!r} drains, but nothing is in flight"
+    elif r.state in (State.WAITING, State.LOADING):
+        assert r.in_flight == 0, f"{r!r} waits while a step runs for it"
+        assert r.committed == 0, f"{r!r} waits with committed positions"
+    if r.state is State.LOADING:
+        assert r.loads, f"{r!r} loads nothing"
+        assert r.loads <= scheduler.kv._flights.keys(), f"{r!r} waits for a load that is gone"
+    if r.finish is not None:
+        assert r.state is State.DRAINING, f"{r!r} has ended, but is not draining"
+
+
+# --- blocks --------------------------------------------------------------------------------
+
+
+def check_blocks(
+    scheduler: Scheduler, plans: Sequence[StepPlan], moving: Sequence[Transfer]
+) -> None:
+    """``moving``: the transfers that were started and have not returned, sync loads among them."""
+    pool = scheduler.kv.pool
+    flights = [flight.transfer for flight in scheduler.kv._flights.values()]
+    assert sorted(t.id for t in moving) == sorted(t.id for t in flights), "a transfer is lost"
+    holders = Counter(block for t in flights for block in t.blocks)
+    users = Counter(
+        block for r in scheduler.requests.values() for t in r.tables for block in t.blocks
+    )
+    holders.update(users)
+    references = pool._references
+    wrong = [b for b in range(pool.num_blocks) if references[b] != holders[b]]
+    assert not wrong, f"references differ at {[(b, references[b], holders[b]) for b in wrong]}"
+    free = {b for b in range(pool.num_blocks) if not holders[b]}
+    assert sorted([*pool._blank, *pool._cached]) == sorted(free), "free lists differ"
+    assert pool._cached.keys() == free & pool._name.keys(), "cached blocks differ"
+    indexed = {b: (g, d) for g, index in enumerate(pool._index) for d, b in index.items()}
+    assert indexed == pool._name, "index and names differ"
+    _check_written(scheduler, plans, flights, users)
+
+
+def _check_written(
+    scheduler: Scheduler,
+    plans: Sequence[StepPlan],
+    flights: Iterable[Transfer],
+    users: Counter[int],
+) -> None:
+    """A block that a step or a load is writing has no name and is in one table at most."""
+    pool, size = scheduler.kv.pool, scheduler.config.block_size
+    stored = {b for t in flights if t.direction is Direction.STORE for b in t.blocks}
+    for plan in plans:
+        for row in plan.rows:
+            for first, blocks in row.tables:
+                for block in blocks[row.start // size - first : -(-row.end // size) - first]:
+                    assert block not in pool._name, f"block {block} is being computed, but visible"
+                    assert users[block] == 1, f"block {block} is computed, but shared"
+                    assert block not in stored, f"block {block} is computed and stored"
+    for load in flights:
+        if load.direction is Direction.LOAD:
+            for block in load.blocks:
+                assert block not in pool._name, f"block {block} is being loaded, but visible"
+                assert users[block] <= 1, f"block {block} is loaded, but shared"
+                assert block not in stored, f"block {block} is loaded and stored"
+
+
+# --- host slots ----------------------------------------------------------------------------
+
+
+def check_host(manager: OffloadManager, moving: Sequence[Transfer]) -> None:
+    """Pins equal loads in flight; a slot is filling or draining only while a transfer uses it."""
+    slots = manager.slots
+    pins = Counter(t.slot for t in moving if t.direction is Direction.LOAD)
+    fills = Counter(t.slot for t in moving if t.direction is Direction.STORE)
+    free = set(slots._free)
+    assert len(free) == len(slots._free), "a slot is free twice"
+    at = {number: key for key, number in slots._at.items()}
+    assert len(at) == len(slots._at), "two chunks share a slot"
+    for number, slot in enumerate(slots._slots):
+        uses = (pins[number], fills[number])
+        assert slot.pins == pins[number], f"slot {number}: {slot.pins} pins, {uses[0]} loads"
+        assert (slot.state is SlotState.FREE) == (number in free), f"slot {number}: {slot}"
+        found = slot.state in (SlotState.FILLING, SlotState.READY)
+        assert (at.get(number) == slot.key) if found else number not in at, f"slot {number}: {slot}"
+        if slot.state is SlotState.FILLING:
+            assert uses == (0, 1), f"slot {number} fills with (loads, stores) {uses}"
+        elif slot.state is SlotState.DRAINING:
+            assert sum(uses), f"slot {number} drains, but nobody uses it"
+        else:
+            assert not uses[1], f"slot {number} is {slot.state.name}, but written"
+    assert manager._stores == sum(fills.values()), "stores in flight differ"
+
+
+# --- content -------------------------------------------------------------------------------
+
+
+class Chains:
+    """The KV that every chain seen so far stands for, by the witness, and the check against it."""
+
+    def __init__(
+        self, model: WitnessModel, memory: WitnessMemory, slots: int, per_chunk: int
+    ) -> None:
+        self._model = model
+        self._memory = memory
+        self._tapes: dict[bytes, WitnessTape] = {}
+        self._words: dict[tuple[int, bytes], Words] = {}
+        self._known: dict[Request, int] = {}  # how much of its chain was learned
+        self._parents: dict[bytes, bytes] = {}
+        self._expected = np.zeros_like(memory.words)
+        self._names: dict[int, tuple[int, bytes]] = {}
+        shape = (slots, per_chunk, *memory.words.shape[1:])
+        self._expected_host: Words = np.zeros(shape, np.uint64)
+        self._keys: dict[int, bytes] = {}
+
+    def learn(self, requests: Iterable[Request]) -> None:
+        """Take in the chains of requests: call it while, or after, their digests have grown."""
+        size = self._memory.block_size
+        for request in requests:
+            start = self._known.get(request, 0)
+            for index in range(start, len(request.digests)):
+                parent = request.digests[index - 1] if index else request.root
+                tokens = request.tokens[index * size : (index + 1) * size]
+                self._learn(parent, request.digests[index], tokens)
+            self._known[request] = len(request.digests)
+
+    def _learn(self, parent: bytes, digest: bytes, tokens: Sequence[int]) -> None:
+        if digest in self._tapes:
+            return
+        known = self._tapes.get(parent)
+        tape = known.copy() if known else WitnessTape(self._model)
+        kv = np.array([tape.push(token) for token in tokens], np.uint64)  # [position, group, slice]
+        self._tapes[digest] = tape
+        self._parents[digest] = parent
+        for group in range(len(self._model.groups)):
+            self._words[group, digest] = kv[:, group]
+
+    def check_device(self, scheduler: Scheduler, known_bad: Collection[int]) -> None:
+        """Every named block holds what its name stands for, but for those known to be bad."""
+        names = scheduler.kv.pool._name
+        if names != self._names:
+            for block, name in names.items():
+                if self._names.get(block) != name:
+                    self._expected[block] = self._words[name]
+            self._names = dict(names)
+        blocks = [block for block in names if block not in known_bad]
+        same = (self._memory.words[blocks] == self._expected[blocks]).all(axis=(1, 2))
+        assert same.all(), f"wrong content in the named blocks {np.array(blocks)[~same]}"
+
+    def check_host(
+        self, manager: OffloadManager, arena: Arena, known_bad: Collection[tuple[int, int]]
+    ) -> None:
+        """Every ready slot holds its chunk. ``known_bad``: (slot, block of the chunk)."""
+        slots = manager.slots._slots
+        ready = {n: s.key for n, s in enumerate(slots) if s.state is SlotState.READY}
+        if not ready:
+            return
+        for number, key in ready.items():
+            if self._keys.get(number) != key:
+                self._expected_host[number] = self._chunk(key)
+        self._keys = ready
+        numbers = list(ready)
+        shape = self._expected_host.shape
+        content = arena.slots(numbers).view(np.uint64).reshape(-1, *shape[1:])
+        same = (content == self._expected_host[numbers]).all(axis=(2, 3))
+        wrong = [(numbers[i], block) for i, block in np.argwhere(~same)]
+        wrong = [place for place in wrong if place not in known_bad]
+        assert not wrong, f"wrong content in the slots (slot, block) {wrong}"
+
+    def _chunk(self, key: bytes) -> Words:
+        digest, group = key[:-2], int.from_bytes(key[-2:], "little")
+        blocks: list[Words] = []
+        for _ in range(self._expected_host.shape[1]):
+            blocks.insert(0, self._words[group, digest])
+            digest = self._parents[digest]
+        return np.array(blocks)
+
+
+# --- the end -------------------------------------------------------------------------------
+
+
+def check_drained(scheduler: Scheduler, manager: OffloadManager) -> None:
+    """All requests have ended and all transfers have returned: nothing is held by anyone."""
+    kv, slots = scheduler.kv, manager.slots
+    left = {
+        "requests": scheduler.requests,
+        "running": scheduler._running,
+        "loading": scheduler._loading,
+        "draining": scheduler._draining,
+        "transfers": kv._flights,
+        "transfers to start": kv.outbox,
+        "producers": kv._producers,
+        "parked": kv._parked,
+        "stores due": manager._due,
+        "references": [b for b, count in enumerate(kv.pool._references) if count],
+        "pins": [n for n, slot in enumerate(slots._slots) if slot.pins],
+        "slots in between": [
+            n
+            for n, slot in enumerate(slots._slots)
+            if slot.state in (SlotState.FILLING, SlotState.DRAINING)
+        ],
+        "outputs": scheduler._outputs,
+    }
+    for what, things in left.items():
+        assert not things, f"{what} left: {things}"
+    assert kv.pool.available == kv.pool.num_blocks, f"blocks left: {kv.pool!r}"
+    assert slots.in_use == len(slots._at), f"slots left: {slots!r}"

@@ -1,0 +1,157 @@
+"""What a simulator seed chooses: sizes, groups, faults and requests.
+
+Swarm style: every fault is fully off in about half of the worlds, so that no kind of fault hides
+what another one would have shown.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ebbtide.core.groups import KVGroup
+from ebbtide.core.params import RepetitionStop, SamplingParams
+
+NEVER_S = 1e9
+GROUPS = (
+    (KVGroup(),),
+    (KVGroup(),),
+    (KVGroup(), KVGroup(3)),
+    (KVGroup(), KVGroup(17)),
+    (KVGroup(), KVGroup(10), KVGroup(24)),
+    (KVGroup(9),),
+    (KVGroup(1), KVGroup()),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Probabilities. Loads, stores: per transfer; steps and blocks: per step; the others per event.
+
+    corrupt_load: it reports success, but the blocks are garbage, which the first step that reads
+    them reports. bad_block: a block turns to garbage; spurious: a sound block is reported as bad.
+    """
+
+    load_fails: float = 0.0
+    corrupt_load: float = 0.0
+    store_fails: float = 0.0
+    slow_transfer: float = 0.0
+    step_raises: float = 0.0
+    bad_block: float = 0.0
+    spurious: float = 0.0
+    abort: float = 0.0
+    abort_loading: float = 0.0
+    reset: float = 0.0
+
+    @staticmethod
+    def draw(rng: random.Random) -> Faults:
+        strong = {
+            "load_fails": (0.1, 0.5),
+            "corrupt_load": (0.1, 0.4),
+            "store_fails": (0.1, 0.5),
+            "slow_transfer": (0.1, 0.5),
+            "step_raises": (0.02, 0.1),
+            "bad_block": (0.02, 0.1),
+            "spurious": (0.02, 0.05),
+            "abort": (0.005, 0.04),
+            "abort_loading": (0.02, 0.1),
+            "reset": (0.005, 0.03),
+        }
+        if rng.random() < 0.15:
+            return Faults()
+        return Faults(
+            **{f.name: rng.choice((0.0, rng.uniform(*strong[f.name]))) for f in fields(Faults)}
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """``spare``: size of the pool beyond (or below) what the longest request needs."""
+
+    groups: tuple[KVGroup, ...]
+    block_size: int
+    blocks_per_chunk: int
+    overlap: int
+    step_tokens_max: int
+    batch_max: int
+    sync_load_blocks_max: int
+    load_deadline_s: float
+    max_step_retries: int
+    fail_on_lost_kv: bool
+    host_slots: int
+    stores_max: int
+    spare: float
+    vocabulary: int
+    requests: int
+    faults: Faults
+    length_max: int = 72
+
+    @staticmethod
+    def draw(rng: random.Random) -> World:
+        return World(
+            groups=rng.choice(GROUPS),
+            block_size=rng.choice((1, 2, 3, 4, 8)),
+            blocks_per_chunk=rng.choice((1, 1, 2, 3)),
+            overlap=rng.choice((1, 2)),
+            step_tokens_max=rng.choice((5, 16, 64)),
+            batch_max=rng.choice((1, 3, 6, 10)),
+            sync_load_blocks_max=rng.choice((0, 0, 3, 100)),
+            load_deadline_s=rng.choice((4.0, NEVER_S)),
+            max_step_retries=rng.choice((0, 2, 1000)),
+            fail_on_lost_kv=rng.random() < 0.2,
+            host_slots=rng.choice((0, 6, 20, 60, 100)),
+            stores_max=rng.choice((1, 8, 64, 64)),
+            spare=rng.choice((-0.3, 0.0, 0.0, 0.05, 0.2, 1.0)),
+            vocabulary=rng.choice((2, 6, 50)),
+            requests=rng.choice((6, 20, 36)),
+            faults=Faults.draw(rng),
+        )
+
+
+class Traffic:
+    """Prompts that share stems, are said again, or go on where another request's output ended."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self._world = world
+        self._rng = rng
+        self._stems = [self._tokens(48) for _ in range(rng.choice((1, 3, 6)))]
+        self._said: list[list[int]] = []  # prompts, with or without their outputs
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(self._world.vocabulary) for _ in range(count)]
+
+    def request(self) -> tuple[list[int], SamplingParams, dict[str, Any]]:
+        """Prompt, parameters, and the other arguments of ``Scheduler.add``."""
+        rng = self._rng
+        prompt = self._prompt()[: self._world.length_max - 1]
+        self._said.append(prompt)
+        stops = rng.sample(range(self._world.vocabulary), min(3, self._world.vocabulary // 4))
+        params = SamplingParams(
+            max_tokens=rng.choice((1, 2, rng.randrange(1, 25), rng.choice((12, None)))),
+            seed=rng.choice((1, 2, 3)),
+            temperature=0.0,
+            stop_token_ids=frozenset(stops) if rng.random() < 0.4 else frozenset(),
+            repetition=RepetitionStop(rng.choice((1, 3)), 2) if rng.random() < 0.3 else None,
+        )
+        options = {
+            "priority": rng.choice((0, 0, 0, 1)),
+            "cache_salt": rng.choice(("", "", "", "tenant")),
+        }
+        return prompt, params, options
+
+    def ended(self, tokens: list[int]) -> None:
+        self._said.append(tokens)
+
+    def _prompt(self) -> list[int]:
+        rng, world = self._rng, self._world
+        kind = rng.randrange(8)
+        if kind < 2 and self._said:  # the same once more
+            return list(rng.choice(self._said))
+        if kind < 4 and self._said:  # the next turn of a conversation
+            return rng.choice(self._said) + self._tokens(rng.randrange(1, 9))
+        stem = rng.choice(self._stems)
+        if kind == 4:  # full chunks
+            chunk = world.block_size * world.blocks_per_chunk
+            return stem[: max(chunk, rng.randrange(49) // chunk * chunk)] or stem[:1]
+        return stem[: rng.randrange(1, 49)] + self._tokens(rng.choice((0, 0, 3)))
