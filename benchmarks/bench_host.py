@@ -41,11 +41,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--chunk", type=int, default=EngineConfig().blocks_per_chunk)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rng = random.Random(1)
     results = []
-    with LLM(dtype=args.dtype, kv_bytes=64 * MIB, host_bytes=1024 * MIB, max_length=4096) as llm:
+    with LLM(
+        dtype=args.dtype,
+        blocks_per_chunk=args.chunk,
+        kv_bytes=64 * MIB,
+        host_bytes=1024 * MIB,
+        max_length=4096,
+    ) as llm:
         pool_tokens = llm.stats().kv_blocks * EngineConfig().block_size
 
         def fresh(length: int) -> list[int]:

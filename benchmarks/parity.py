@@ -47,7 +47,7 @@ def reference(all_prompts: Sequence[Sequence[int]], progress: Progress) -> Refer
     """Greedy tokens and the log-probabilities of all tokens' best few, by transformers."""
     from transformers import AutoModelForCausalLM
 
-    path = Path(find_model(DEFAULT_MODEL))
+    path = find_model(DEFAULT_MODEL).path
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()

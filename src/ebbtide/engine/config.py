@@ -18,6 +18,8 @@ class EngineConfig:
     dtype: "bfloat16", "float32", or "auto" (bfloat16 where the machine computes in it).
     kv_bytes: device memory for KV blocks. host_bytes: host tier below it; 0 turns it off.
     max_length: positions per request at most (None: what the model was trained for).
+    blocks_per_chunk: a prefix comes back from the host tier in steps of this many blocks, so small
+    ones waste less of it; large ones cost fewer copies.
     sync_load_bytes_max: loads up to this size run inside the step, larger ones beside it.
     """
 
@@ -26,7 +28,7 @@ class EngineConfig:
     device: str = "auto"
     threads: int | None = None
     block_size: int = 16
-    blocks_per_chunk: int = 4
+    blocks_per_chunk: int = 2
     kv_bytes: int = 512 * MIB
     host_bytes: int = 1024 * MIB
     max_length: int | None = None
