@@ -163,24 +163,28 @@ def _check_written(
 def check_host(manager: OffloadManager, moving: Sequence[Transfer]) -> None:
     """Pins equal loads in flight; a slot is filling or draining only while a transfer uses it."""
     slots = manager.slots
-    pins = Counter(t.slot for t in moving if t.direction is Direction.LOAD)
+    loads = Counter(t.slot for t in moving if t.direction is Direction.LOAD)
     fills = Counter(t.slot for t in moving if t.direction is Direction.STORE)
-    free = set(slots._free)
-    assert len(free) == len(slots._free), "a slot is free twice"
-    at = {number: key for key, number in slots._at.items()}
-    assert len(at) == len(slots._at), "two chunks share a slot"
     for number, slot in enumerate(slots._slots):
-        uses = (pins[number], fills[number])
-        assert slot.pins == pins[number], f"slot {number}: {slot.pins} pins, {uses[0]} loads"
-        assert (slot.state is SlotState.FREE) == (number in free), f"slot {number}: {slot}"
-        found = slot.state in (SlotState.FILLING, SlotState.READY)
-        assert (at.get(number) == slot.key) if found else number not in at, f"slot {number}: {slot}"
-        if slot.state is SlotState.FILLING:
-            assert uses == (0, 1), f"slot {number} fills with (loads, stores) {uses}"
-        elif slot.state is SlotState.DRAINING:
-            assert sum(uses), f"slot {number} drains, but nobody uses it"
+        state, used = slot.state, number in loads or number in fills
+        assert slot.pins == (loads[number] if used else 0), f"slot {number}: {slot}, pins differ"
+        if not used:
+            quiet = state is SlotState.FREE or state is SlotState.READY
+            assert quiet, f"slot {number} is {state.name}, but nobody uses it"
+        elif fills[number]:
+            filled = fills[number] == 1 and not slot.pins
+            assert filled, f"slot {number} has {fills[number]} stores, {slot.pins} loads"
+            assert state in (SlotState.FILLING, SlotState.DRAINING), f"slot {number}: {slot}"
         else:
-            assert not uses[1], f"slot {number} is {slot.state.name}, but written"
+            assert state in (SlotState.READY, SlotState.DRAINING), f"slot {number}: {slot}"
+    found = {
+        slot.key: number
+        for number, slot in enumerate(slots._slots)
+        if slot.state is SlotState.FILLING or slot.state is SlotState.READY
+    }
+    assert found == slots._at, "the index of the slots differs"
+    free = [number for number, slot in enumerate(slots._slots) if slot.state is SlotState.FREE]
+    assert sorted(slots._free) == free, "the free list of the slots differs"
     assert manager._stores == sum(fills.values()), "stores in flight differ"
 
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import NamedTuple
 
+from ebbtide.core.ledger import Source
 from ebbtide.core.plan import StepOutcome, TransferResult
 from ebbtide.core.request import Drain, FinishReason, Request, State
 from ebbtide.core.scheduler import Scheduler
@@ -180,7 +182,7 @@ class Probes:
         sources = [span.source for span in request.spans]
         self.count(
             "admitted: holes between device hits",
-            any(a.value > b.value for a, b in zip(sources, sources[1:], strict=False)),
+            any(a is Source.HOST and b is Source.DEVICE for a, b in pairwise(sources)),
         )
         for transfer in flights:
             self._abandoned[transfer.id] = request

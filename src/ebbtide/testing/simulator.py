@@ -5,8 +5,7 @@
 
 First requests arrive while faults are injected; then the faults stop and everything must converge.
 After every event the rules of ``invariants`` are checked; at the end every finished request must
-equal the oracle, and nothing may be left. A block's *bad* mark stands for a checksum: it travels
-with the block's content, and the first step that reads a bad block reports it.
+equal the oracle, and nothing may be left.
 
 To test an eviction policy of your own: ``Simulation(seed, policy=MyPolicy).run()``.
 """
@@ -24,27 +23,24 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-import numpy as np
-
 from ebbtide.core.errors import InputError
 from ebbtide.core.ledger import Cause
 from ebbtide.core.output import Output
 from ebbtide.core.params import SamplingParams
-from ebbtide.core.plan import Direction, Row, StepOutcome, StepPlan, Transfer, TransferResult
+from ebbtide.core.plan import StepOutcome, StepPlan, Transfer, TransferResult
 from ebbtide.core.request import FinishReason, Request
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
 from ebbtide.offload.arena import Arena
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
-from ebbtide.offload.mover import move
 from ebbtide.offload.policies import LRU, EvictionPolicy
 from ebbtide.testing import invariants
+from ebbtide.testing.faulty import FaultyMemory
 from ebbtide.testing.probes import Probes
 from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
 from ebbtide.testing.world import Faults, Traffic, World
 
 EVENTS_MAX = 30_000
-GARBAGE = np.uint64(0xBAD0BAD0BAD0BAD0)
 
 
 class Result(NamedTuple):
@@ -99,21 +95,19 @@ class Simulation:
             world.stores_max,
         )
         self.scheduler = Scheduler(_config(world, self.manager), self.manager)
-        self.memory = WitnessMemory(model, self.scheduler.config.num_blocks, world.block_size)
-        self.arena = Arena(world.host_slots, world.blocks_per_chunk, self.memory.block_bytes)
-        self.executor = WitnessExecutor(model, self.memory, self._sync_load)
-        self.chains = invariants.Chains(
-            model, self.memory, world.host_slots, world.blocks_per_chunk
-        )
+        memory = WitnessMemory(model, self.scheduler.config.num_blocks, world.block_size)
+        arena = Arena(world.host_slots, world.blocks_per_chunk, memory.block_bytes)
+        self.faulty = FaultyMemory(world.groups, memory, arena, rng, self._strikes)
+        self.executor = WitnessExecutor(model, memory, self.faulty.move)
+        self.chains = invariants.Chains(model, memory, world.host_slots, world.blocks_per_chunk)
         self.traffic = Traffic(world, rng)
         self.clients: dict[str, Client] = {}
         self.to_come = world.requests
         self.submitted: deque[StepPlan] = deque()  # handed out, not run
         self.ran: deque[tuple[StepPlan, StepOutcome]] = deque()  # run, not applied
         self.moving: list[Moving] = []
-        self.bad_blocks: set[int] = set()
-        self.bad_slots: set[tuple[int, int]] = set()  # (slot, block of the chunk)
         self.probes = Probes(self.scheduler, self.manager)
+        self._touched = False
         self._idle = False  # the last schedule() found nothing, and nothing has happened since
         self._totals: tuple[int, ...] = ()
         self._trace = blake2b(digest_size=16)
@@ -143,7 +137,7 @@ class Simulation:
 
     def _event(self) -> None:
         """One thing happens: drawn from what can happen now."""
-        rng, faults = self.rng, self.faults
+        rng = self.rng
         self.now += rng.random()
         due = [m for m in self.moving if m.not_before <= self.now]
         events: list[tuple[float, Callable[[], None]]] = []
@@ -162,11 +156,11 @@ class Simulation:
             return
         weights = [weight for weight, _ in events]
         rng.choices([event for _, event in events], weights)[0]()
-        if self.scheduler.requests and self._strikes("abort", faults.abort):
+        if self.scheduler.requests and self._strikes("abort"):
             self._abort(list(self.scheduler.requests))
-        if self.scheduler.loading and self._strikes("abort_loading", faults.abort_loading):
+        if self.scheduler.loading and self._strikes("abort_loading"):
             self._abort(list(self.scheduler._loading))
-        if self._strikes("reset", faults.reset):
+        if self._strikes("reset"):
             self._reset()
 
     def _wait(self) -> None:
@@ -178,7 +172,8 @@ class Simulation:
         self.now = max(self.now, min([*times, *([] if deadline is None else [deadline])]))
         self._idle = False
 
-    def _strikes(self, fault: str, probability: float) -> bool:
+    def _strikes(self, fault: str) -> bool:
+        probability: float = getattr(self.faults, fault)
         struck = probability > 0 and self.rng.random() < probability
         self.injected[fault] += struck
         return struck
@@ -220,48 +215,25 @@ class Simulation:
         self._say(f"step {plan.step}: {rows}; loads {[t.id for t in plan.loads]}")
 
     def _run_step(self) -> None:
+        self._touched = True
         plan = self.submitted.popleft()
-        faults, rng = self.faults, self.rng
-        if self._strikes("bad_block", faults.bad_block):
-            self._spoil([rng.randrange(self.memory.words.shape[0])])
-        spurious = frozenset[int]()
-        if self._strikes("spurious", faults.spurious):
-            spurious = frozenset((rng.randrange(self.memory.words.shape[0]),))
-        raises = self._strikes("step_raises", faults.step_raises)
+        faulty = self.faulty
+        if self._strikes("bad_block"):
+            faulty.spoil([faulty.any_block()])
+        raises = self._strikes("step_raises")
         outcome = self.executor.run(plan)
-        for row in plan.rows:
-            self.bad_blocks.difference_update(self._begun(row))
-        read = {block for row in plan.rows for block in self._read(row)}
-        bad = outcome.invalid_blocks | spurious | (self.bad_blocks & read)
+        bad = outcome.invalid_blocks | faulty.noticed(plan)
+        if self._strikes("spurious"):
+            bad |= {faulty.any_block()}
         outcome = StepOutcome(outcome.tokens, invalid_blocks=bad)
         if raises:
             outcome = StepOutcome(error=RuntimeError("injected"))
-            for row in plan.rows:
-                for table in row.tables:
-                    for position in range(row.start, row.end):
-                        index, slot = divmod(position, self.world.block_size)
-                        self.memory.words[table.blocks[index - table.first], slot] = GARBAGE
+            faulty.spoil_written(plan)
         self.ran.append((plan, outcome))
         self._say(f"step {plan.step} ran: raised {raises}, invalid {sorted(bad)}")
 
-    def _read(self, row: Row) -> list[int]:
-        """Blocks that hold earlier positions which the row can see."""
-        size = self.world.block_size
-        blocks: list[int] = []
-        for group, (first, table) in zip(self.world.groups, row.tables, strict=True):
-            begin = group.first_visible(row.start) // size
-            blocks += table[begin - first : -(-row.start // size) - first]
-        return blocks
-
-    def _begun(self, row: Row) -> list[int]:
-        """Blocks that the row fills from their first position on: what was there does not matter."""
-        size = self.world.block_size
-        begin, end = -(-row.start // size), -(-row.end // size)
-        return [
-            block for first, table in row.tables for block in table[begin - first : end - first]
-        ]
-
     def _apply(self) -> None:
+        self._touched = True
         plan, outcome = self.ran.popleft()
         self.probes.before(outcome)
         outputs = self.scheduler.apply(plan, outcome)
@@ -272,8 +244,9 @@ class Simulation:
 
     def _transfer(self, moving: Moving) -> None:
         """Its bytes move; it reports at once, or later."""
+        self._touched = True
         if moving.result is None:
-            moving.result = self._move(moving.transfer)
+            moving.result = self.faulty.move(moving.transfer)
             if self.rng.random() < 0.5:
                 return
         self.moving.remove(moving)
@@ -295,13 +268,14 @@ class Simulation:
         self.scheduler.reset()
         self._say("reset")
         self._collect("reset")
-        assert not self.scheduler.kv.pool._name and not self.manager.slots._at
+        assert not self.scheduler.kv.pool._name
+        assert not self.manager.slots._at
 
     def _collect(self, event: str) -> None:
         """What every call of the scheduler may leave behind: outputs, and transfers to start."""
         self._hear(self.scheduler.take_outputs())
         for transfer in self.scheduler.take_transfers():
-            slow = self._strikes("slow_transfer", self.faults.slow_transfer)
+            slow = self._strikes("slow_transfer")
             wait = self.rng.uniform(3, 60) if slow else 0.0
             self.moving.append(Moving(transfer, self.now + wait))
             self._say(f"  {event} starts {transfer}")
@@ -318,37 +292,6 @@ class Simulation:
                 self.traffic.ended(client.prompt + client.tokens)
                 self._say(f"{output.request_id} ends: {output.finish.value} {output.message}")
 
-    # --- bytes -----------------------------------------------------------------------------
-
-    def _sync_load(self, transfer: Transfer) -> TransferResult:
-        return self._move(transfer)
-
-    def _move(self, transfer: Transfer) -> TransferResult:
-        """Move the bytes, or fail, or do harm."""
-        is_load = transfer.direction is Direction.LOAD
-        probability = self.faults.load_fails if is_load else self.faults.store_fails
-        places = [(transfer.slot, transfer.offset + i) for i in range(len(transfer.blocks))]
-        if self._strikes("load_fails" if is_load else "store_fails", probability):
-            if is_load:
-                self._spoil(transfer.blocks)
-                self.bad_blocks.difference_update(transfer.blocks)  # it is known already
-            else:
-                self.arena.slot(transfer.slot, 0, len(transfer.blocks))[:] = 0xEE
-            return TransferResult(transfer, "injected")
-        result = move(transfer, self.arena, self.memory)
-        for block, place in zip(transfer.blocks, places, strict=True):
-            if is_load:
-                _mark(self.bad_blocks, block, place in self.bad_slots)
-            else:
-                _mark(self.bad_slots, place, block in self.bad_blocks)
-        if is_load and self._strikes("corrupt_load", self.faults.corrupt_load):
-            self._spoil(transfer.blocks[: self.rng.randrange(len(transfer.blocks)) + 1])
-        return result
-
-    def _spoil(self, blocks: Sequence[int]) -> None:
-        self.memory.words[list(blocks)] = GARBAGE
-        self.bad_blocks.update(blocks)
-
     # --- checks ----------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -357,10 +300,12 @@ class Simulation:
         invariants.check_requests(scheduler, plans)
         invariants.check_blocks(scheduler, plans, transfers)
         invariants.check_host(self.manager, transfers)
-        self.chains.learn(c.request for c in self.clients.values())
-        self.chains.check_device(scheduler, self.bad_blocks)
-        self.chains.check_host(self.manager, self.arena, self.bad_slots)
         self._check_totals()
+        if self._touched:  # bytes have moved, or names may have been given
+            self._touched = False
+            self.chains.learn(c.request for c in self.clients.values())
+            self.chains.check_device(scheduler, self.faulty.bad_blocks)
+            self.chains.check_host(self.manager, self.faulty.arena, self.faulty.bad_slots)
 
     def _check_totals(self) -> None:
         """Counters never go down, and say what the clients heard."""
@@ -406,7 +351,8 @@ class Simulation:
 
     def _check_client(self, request_id: str, client: Client) -> None:
         end, tokens = client.end, client.tokens
-        assert end is not None and end.report is not None, f"{request_id} has no end"
+        assert end is not None, f"{request_id} has no end"
+        assert end.report is not None
         limit = client.request.length_max - len(client.prompt)
         if client.params.max_tokens is not None:
             limit = min(client.params.max_tokens, self.world.length_max - len(client.prompt))
@@ -434,10 +380,6 @@ class Simulation:
         self._tell(f"{self.now:8.2f} {line}")
 
 
-def _mark(bad: set, thing: object, is_bad: bool) -> None:  # type: ignore[type-arg]
-    (bad.add if is_bad else bad.discard)(thing)
-
-
 def _natural_end(truth: Sequence[int], params: SamplingParams) -> tuple[FinishReason, int]:
     """How and after how many tokens a request ends that nobody disturbs, by the definitions."""
     for count in range(1, len(truth) + 1):
@@ -448,7 +390,7 @@ def _natural_end(truth: Sequence[int], params: SamplingParams) -> tuple[FinishRe
         rule = params.repetition
         if rule is not None:
             for size in range(1, rule.max_pattern_size + 1):
-                pattern = list(truth[count - size : count]) if size <= count else None
+                pattern = list(truth[max(0, count - size) : count])
                 said = size * rule.min_count
                 if said <= count and list(truth[count - said : count]) == pattern * rule.min_count:
                     return FinishReason.REPETITION, count

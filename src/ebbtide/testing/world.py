@@ -104,7 +104,7 @@ class World:
             stores_max=rng.choice((1, 8, 64, 64)),
             spare=rng.choice((-0.3, 0.0, 0.0, 0.05, 0.2, 1.0)),
             vocabulary=rng.choice((2, 6, 50)),
-            requests=rng.choice((6, 20, 36)),
+            requests=rng.choice((6, 16, 28)),
             faults=Faults.draw(rng),
         )
 
