@@ -60,15 +60,18 @@ def sample(logits: Tensor, asks: Sequence[Ask]) -> tuple[list[int], dict[int, To
 
     ``sampling`` must have every ``None`` filled (``with_defaults``) and, above temperature 0, a seed.
     """
-    logits = logits.to(torch.float32)
     plain = [_is_plain(ask) for ask in asks]
     tokens = _best(logits).tolist() if any(plain) else [0] * len(asks)
     logprobs: dict[int, TokenLogprob] = {}
-    for row, ask in enumerate(asks):
-        if not plain[row]:
-            tokens[row] = _sample_row(logits[row], ask)
-        if ask.sampling.logprobs is not None:
-            logprobs[row] = _logprob(logits[row], tokens[row], ask.sampling.logprobs)
+    for i, ask in enumerate(asks):
+        wants = ask.sampling.logprobs
+        if plain[i] and wants is None:
+            continue
+        row = logits[i].to(torch.float32)
+        if not plain[i]:
+            tokens[i] = _sample_row(row, ask)
+        if wants is not None:
+            logprobs[i] = _logprob(row, tokens[i], wants)
     return tokens, logprobs
 
 
@@ -98,9 +101,8 @@ def _changes_logits(ask: Ask) -> bool:
 
 def _best(logits: Tensor) -> Tensor:
     """Index of the largest number along the last axis, the lowest of equals."""
-    best = logits.argmax(dim=-1)
-    found = logits.gather(-1, best.unsqueeze(-1))
-    if bool(found.isnan().any()):  # argmax takes NaN for the largest
+    values, best = logits.max(dim=-1)  # argmax in bfloat16 takes four times as long
+    if bool(values.isnan().any()):  # max takes NaN for the largest
         best = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).argmax(dim=-1)
     return best
 
