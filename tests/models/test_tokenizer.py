@@ -257,12 +257,13 @@ def test_special_tokens_in_text_are_recognised_and_can_be_asked_for(default: Tok
     [
         ({"model": "bert"}, "type 'bert'; supported are: gpt2, llama"),
         ({"pre": "viking"}, "'viking' does .*; supported are: command-r, .*default"),
-        ({"merges": ["no such"]}, "damaged vocabulary"),
-        ({"merges": None}, "has no merges"),
-        ({"tokens": None}, "has no vocabulary"),
+        ({"merges": ["no such"]}, "damaged tokenizer: .*out of vocabulary"),
+        ({"merges": ["one"]}, "a merge must be two tokens"),
+        ({"merges": None}, "has no tokenizer.ggml.merges; convert"),
+        ({"tokens": None}, "has no tokenizer.ggml.tokens; convert"),
         ({"token_type": [1]}, "tokens and 1 token types"),
         ({"eos_token_id": 10**6}, "eos_token_id is 1000000, and the vocabulary has"),
-        ({"model": "llama"}, "no scores"),
+        ({"model": "llama"}, "has no tokenizer.ggml.scores"),
     ],
 )
 def test_what_cannot_be_a_tokenizer_is_refused(

@@ -20,7 +20,14 @@ from ebbtide.models.config import ModelConfig, RopeConfig
 from ebbtide.models.dequantize import dequantize
 from ebbtide.models.gguf_file import GGUFFile, TensorInfo
 from ebbtide.models.rope import rope_config, with_factors
-from ebbtide.models.weights import check_names, check_shape, require_architecture, weight_shapes
+from ebbtide.models.weights import (
+    check_names,
+    check_shape,
+    check_sizes,
+    require_architecture,
+    require_layers,
+    weight_shapes,
+)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 INTERLEAVED = ("llama", "smollm3")
@@ -62,22 +69,18 @@ def read_config(file: GGUFFile) -> ModelConfig:
     if keys.integer("expert_count", 0):
         raise InputError(f"{file.path} is a mixture of experts; only dense models are supported")
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
-    layers = keys.integer("block_count")
+    layers = require_layers(keys.integer("block_count"), file.path)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise InputError(f"{file.path} lacks token_embd.weight, the embedding of its tokens")
-    if min(heads, hidden, layers) < 1:
-        raise InputError(
-            f"{file.path} is damaged: {layers} layers of {heads} heads, {hidden} values wide"
-        )
-    head_dim = keys.integer("attention.key_length", hidden // heads)
+    head_dim = keys.integer("attention.key_length", hidden // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(name, head_dim) != head_dim:
             raise InputError(
                 f"{file.path}: {architecture}.{name} is {keys.integer(name)} and heads have "
                 f"{head_dim} values; only models where the two are equal are supported"
             )
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden,
@@ -99,6 +102,8 @@ def read_config(file: GGUFFile) -> ModelConfig:
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         tied_embeddings="output.weight" not in file.tensors,
     )
+    check_sizes(config, file.path)
+    return config
 
 
 class _Keys:
@@ -111,15 +116,15 @@ class _Keys:
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self._value(name, default)
-        if isinstance(value, list) and len(set(value)) == 1:
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
             raise self._unusable(name, value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise self._unusable(name, value)
         return float(value)
 

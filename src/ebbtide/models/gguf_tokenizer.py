@@ -96,31 +96,41 @@ class _Keys:
         self.metadata, self.path = metadata, path
         self.model = self.get("model")
         self.pre = self.get("pre") or "default"
-        tokens = self.get("tokens")
-        if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
-            raise InputError(f"{path} has no vocabulary (tokenizer.ggml.tokens); convert it again")
-        self.tokens: list[str] = tokens
-        self.types: list[int] = self.get("token_type") or [_NORMAL] * len(tokens)
-        if len(self.types) != len(tokens):
-            raise InputError(
-                f"{path} is damaged: {len(tokens)} tokens and {len(self.types)} token types"
-            )
+        self.tokens: list[str] = self.listed("tokens", str)
+        count = len(self.tokens)
+        kinds = self.get("token_type") is not None
+        self.types: list[int] = self.listed("token_type", int) if kinds else [_NORMAL] * count
+        if len(self.types) != count:
+            raise self.damaged(f"{count} tokens and {len(self.types)} token types")
 
     def get(self, name: str) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{name}")
+
+    def listed(self, name: str, kind: type) -> list[Any]:
+        values = self.get(name)
+        if values is None or values == []:
+            raise InputError(f"{self.path} has no tokenizer.ggml.{name}; convert it again")
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise self.damaged(f"tokenizer.ggml.{name} is not a list of {kind.__name__} values")
+        return values
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name)
         return default if value is None else bool(value)
 
     def token(self, name: str) -> int | None:
-        value: int | None = self.get(name)
-        if value is not None and not 0 <= value < len(self.tokens):
-            raise InputError(
-                f"{self.path} is damaged: tokenizer.ggml.{name} is {value}, and the vocabulary has "
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise self.damaged(
+                f"tokenizer.ggml.{name} is {value!r}, and the vocabulary has "
                 f"{len(self.tokens)} tokens"
             )
         return value
+
+    def damaged(self, what: object) -> InputError:
+        return InputError(f"{self.path} has a damaged tokenizer: {what}")
 
     def vocabulary(self) -> dict[str, int]:
         return {token: number for number, token in enumerate(self.tokens)}
@@ -130,19 +140,18 @@ def _byte_level(keys: _Keys) -> Backend:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
-    if keys.pre not in SPLITS:
+    if not isinstance(keys.pre, str) or keys.pre not in SPLITS:
         raise InputError(
             f"{keys.path} splits text the way {keys.pre!r} does (tokenizer.ggml.pre); supported "
             f"are: {', '.join(sorted(SPLITS))}"
         )
-    merges = keys.get("merges")
-    if not isinstance(merges, list):
-        raise InputError(f"{keys.path} has no merges (tokenizer.ggml.merges); convert it again")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [tuple(merge.split(" ", 1)) for merge in keys.listed("merges", str)]
+    if not all(len(pair) == 2 for pair in pairs):
+        raise keys.damaged("a merge must be two tokens with a space between them")
     try:
         model = models.BPE(keys.vocabulary(), pairs, ignore_merges=keys.pre in WHOLE_WORDS)
     except Exception as error:  # the library raises a bare Exception
-        raise InputError(f"{keys.path} has a damaged vocabulary: {error}") from None
+        raise keys.damaged(error) from None
     backend = Backend(model)
     if keys.pre == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -175,7 +184,7 @@ def _sentence_piece(keys: _Keys) -> Backend:
             byte_fallback=True,
         )
     except Exception as error:  # the library raises a bare Exception
-        raise InputError(f"{keys.path} has a damaged vocabulary: {error}") from None
+        raise keys.damaged(error) from None
     backend = Backend(model)
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
     if keys.flag("add_space_prefix", True):
@@ -190,12 +199,9 @@ def _sentence_piece(keys: _Keys) -> Backend:
 def _merges_by_score(keys: _Keys) -> list[tuple[str, str]]:
     """SentencePiece joins the two neighbours whose union scores best: as a list of merges, every way
     to split a piece into two pieces, best piece first."""
-    scores = keys.get("scores")
-    if not isinstance(scores, list) or len(scores) != len(keys.tokens):
-        raise InputError(
-            f"{keys.path} is damaged: {len(keys.tokens)} tokens and "
-            f"{len(scores) if isinstance(scores, list) else 'no'} scores"
-        )
+    scores = keys.listed("scores", float)
+    if len(scores) != len(keys.tokens):
+        raise keys.damaged(f"{len(keys.tokens)} tokens and {len(scores)} scores")
     mergeable = (_NORMAL, _USER_DEFINED, _UNUSED)
     known = {t for t, kind in zip(keys.tokens, keys.types, strict=True) if kind in mergeable}
     best_first = sorted(range(len(scores)), key=lambda number: -scores[number])

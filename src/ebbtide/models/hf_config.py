@@ -13,7 +13,7 @@ from typing import Any
 from ebbtide.core.errors import InputError
 from ebbtide.models.config import ModelConfig
 from ebbtide.models.rope import rope_config
-from ebbtide.models.weights import require_architecture
+from ebbtide.models.weights import check_sizes, require_architecture, require_layers
 
 Json = Mapping[str, Any]
 
@@ -54,13 +54,13 @@ def model_config(raw: Json, path: Path) -> ModelConfig:
     keys = _Keys({**_COMMON, **_DEFAULTS[architecture], **raw}, path)
     _refuse_unsupported(keys)
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    layers = keys.integer("num_hidden_layers")
+    layers = require_layers(keys.integer("num_hidden_layers"), path)
     head_dim = keys.integer("head_dim", hidden // heads)
     bias = architecture in _BIAS_FROM_CONFIG and keys.flag("attention_bias")
     max_length = keys.integer("max_position_embeddings")
     rope_layers = _rope_layers(keys, architecture, layers)
     base, scaling = _rope_parameters(keys)
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=keys.integer("vocab_size"),
         hidden_size=hidden,
@@ -79,6 +79,8 @@ def model_config(raw: Json, path: Path) -> ModelConfig:
         qk_norm=architecture == "qwen3",
         tied_embeddings=keys.flag("tie_word_embeddings"),
     )
+    check_sizes(config, path)
+    return config
 
 
 class _Keys:

@@ -164,18 +164,18 @@ def _open(path: Path) -> Any:
 
 
 def read_tokenizer(directory: Path, generation: Json, config: Json) -> Tokenizer:
-    """From ``tokenizer.json``; ``tokenizer_config.json`` names the special tokens."""
+    """From ``tokenizer.json``, whose post-processor says what goes around a text (not the flags in
+    ``tokenizer_config.json``, which transformers ignores as well); the latter names the special tokens."""
     path = directory / "tokenizer.json"
     backend = _backend(path)
     settings = read_json(directory / "tokenizer_config.json", optional=True)
     special = {name: _content(settings.get(name)) for name in SPECIAL_NAMES}
     names = {name: content for name, content in special.items() if content is not None}
+    backend.add_special_tokens([t for t in names.values() if backend.token_to_id(t) is not None])
     bos, eos = (backend.token_to_id(names.get(name, "")) for name in ("bos_token", "eos_token"))
     if bos is None and isinstance(config.get("bos_token_id"), int):
         bos = config["bos_token_id"]
     prefix, suffix = _surroundings(backend)
-    prefix = _with_flag(prefix, bos, settings.get("add_bos_token"))
-    suffix = _with_flag(suffix, eos, settings.get("add_eos_token"))
     ends = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     return Tokenizer(
         backend,
@@ -214,15 +214,6 @@ def _surroundings(backend: Backend) -> tuple[list[int], list[int]]:
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
     return [], []
-
-
-def _with_flag(ids: list[int], token: int | None, wanted: object) -> list[int]:
-    """``add_bos_token`` and ``add_eos_token``, where they say something, overrule."""
-    if wanted is False:
-        return [number for number in ids if number != token]
-    if wanted is True and token is not None and token not in ids:
-        return [*ids, token]
-    return ids
 
 
 def _content(token: object) -> str | None:

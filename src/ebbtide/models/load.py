@@ -114,11 +114,8 @@ def _download(hub_id: str, report: Progress) -> Path:
     try:
         path = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(HUB_FILES))
     except Exception as error:  # its errors share no base class, and httpx's pass through it
-        reason = str(error).strip().splitlines()
-        raise InputError(
-            f"{hub_id} could not be fetched from the hub: {reason[0] if reason else error!r}",
-            "model",
-        ) from None
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise InputError(f"{hub_id} could not be fetched from the hub: {reason}", "model") from None
     report(f"fetching {hub_id}", 1.0)
     return Path(path)
 

@@ -26,7 +26,7 @@ def rope_config(
     """
     scaling = scaling or {}
     method = scaling.get("rope_type") or scaling.get("type") or "default"
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise InputError(
             f"rope scaling {method!r} is not supported; these are: {', '.join(sorted(METHODS))}"
         )
@@ -35,11 +35,15 @@ def rope_config(
             "rotary embeddings over a part of the head are not supported "
             f"(partial_rotary_factor is {scaling['partial_rotary_factor']})"
         )
+    if head_dim < 2 or head_dim % 2:
+        raise InputError(
+            f"rotary embeddings need an even number of values per head, not {head_dim}"
+        )
     try:
         frequencies, scale = METHODS[method](base, head_dim, max_length, scaling)
     except KeyError as error:
         raise InputError(f"rope scaling {method!r} lacks its parameter {error}") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"rope scaling {method!r} has a bad parameter: {error}") from None
     return RopeConfig(tuple(frequencies.tolist()), float(scale))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ebbtide.models.config import ModelConfig
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 MAX_NAMED = 3
+MAX_LAYERS = 1024
 
 
 def require_architecture(name: object, path: Path, known: tuple[str, ...] = ARCHITECTURES) -> str:
@@ -21,6 +23,35 @@ def require_architecture(name: object, path: Path, known: tuple[str, ...] = ARCH
     raise InputError(
         f"{path} holds a model of architecture {name!r}; supported are: {', '.join(known)}"
     )
+
+
+def require_layers(count: int, path: Path) -> int:
+    """``count`` where it can be a number of layers."""
+    if not 1 <= count <= MAX_LAYERS:
+        raise InputError(f"{path} has {count} layers; from 1 to {MAX_LAYERS} are supported")
+    return count
+
+
+def check_sizes(config: ModelConfig, path: Path) -> None:
+    """Refuse sizes with which no forward pass is possible."""
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "max_length": config.max_length,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{path}: {name} is {size}; it must be at least 1")
+    if config.num_heads % config.num_kv_heads:
+        raise InputError(
+            f"{path}: {config.num_heads} query heads cannot share {config.num_kv_heads} key heads "
+            "evenly"
+        )
+    if not all(map(math.isfinite, config.rope.inverse_frequencies)):
+        raise InputError(f"{path}: its rope parameters give frequencies that are not finite")
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
