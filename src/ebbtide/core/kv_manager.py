@@ -86,13 +86,19 @@ class KVManager:
         return match(self.groups, size, chain, limit, self.pool, below)
 
     def park(self, request: Request, match: Match) -> bool:
-        """Whether another request is producing what comes next; then this one waits for all of it."""
+        """Whether another request is producing what this one needs next; then it waits for all of it.
+
+        That is what the match would load, and what comes right behind it.
+        """
         limit = (len(request.tokens) - 1) // self.block_size
         index = match.blocks
         while index < limit and request.digests[index] in self._producers:
             index += 1
         if index == match.blocks:
-            return False
+            loading = (i for i in match.loaded if request.digests[i] in self._producers)
+            index = max(loading, default=-1) + 1
+            if index == 0:
+                return False
         self._parked.setdefault(request.digests[index - 1], []).append(request)
         return True
 
@@ -116,6 +122,7 @@ class KVManager:
             loads += self._fill_holes(request, group, first, found, blocks)
             tables.append(Table(first, blocks + self.pool.take(ends[group] - match.blocks)))
         request.tables = tuple(tables)
+        request.loads = {load.id for load in loads}
         request.capacity = min(ends) * self.block_size
         self._start_positions(request, match)
         return loads
@@ -227,6 +234,7 @@ class KVManager:
 
     def release(self, request: Request) -> None:
         """Nothing in flight refers to the request: store what is still due, give up all its blocks."""
+        request.note_reached()
         self._store(request)
         self._offload.end(request.id, request.digests, request.committed // self.block_size)
         self._give_up(request)
@@ -260,6 +268,7 @@ class KVManager:
         it, so it is not to be found again, on the device or below."""
         if position >= request.committed:
             return
+        request.note_reached()
         index = position // self.block_size
         for digest in request.digests[index:]:
             for group in range(len(self.groups)):
@@ -287,6 +296,9 @@ class KVManager:
         if request is None or transfer.id not in request.loads:
             return None
         request.loads.discard(transfer.id)
+        if not request.loads:  # a window's group may have loaded less: nobody need wait for that
+            for digest in request.digests[: request.published]:
+                self._produced(digest, request)
         return request
 
     def _on_device(self, digest: bytes) -> bool:

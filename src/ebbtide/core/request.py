@@ -119,6 +119,11 @@ class Request:
         self.load_error = ""
         self.private = False
 
+    def note_reached(self) -> None:
+        """It gives up KV: all that was committed, the output's too, may have to be computed again."""
+        if not self.spans:
+            self.ledger.reached = max(self.ledger.reached, self.committed)
+
     @property
     def rank(self) -> tuple[int, int]:
         """Lower is served first."""

@@ -18,6 +18,7 @@ the best-ranked request that holds blocks can always get.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -147,12 +148,10 @@ class Scheduler:
         return length
 
     def _longest_that_fits(self, length: int) -> int:
-        low, high = 1, length
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.kv.blocks_needed_max(middle - 1) <= self.config.num_blocks
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        def needed(candidate: int) -> int:
+            return self.kv.blocks_needed_max(candidate - 1)
+
+        return bisect_right(range(1, length + 1), self.config.num_blocks, key=needed)
 
     def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request in whatever state it is. No-op for one that has ended."""
@@ -162,6 +161,9 @@ class Scheduler:
         self._finish(request, reason)
         if request.state is State.WAITING:
             self._close(request)
+            if len(self._waiting) > 2 * self.waiting + 64:  # too many that have ended
+                self._waiting = [entry for entry in self._waiting if not entry[2].finish]
+                heapq.heapify(self._waiting)
         else:
             self._drain(request, Drain.ENDED)
 
@@ -458,7 +460,6 @@ class Scheduler:
     def _start_loading(self, request: Request, loads: Sequence[Transfer], now: float) -> None:
         request.move(State.LOADING)
         request.committed = 0
-        request.loads = {load.id for load in loads}
         request.load_deadline = now + self.config.load_deadline_s
         self._loading[request.id] = request
         self.kv.outbox += loads

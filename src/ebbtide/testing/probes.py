@@ -238,7 +238,7 @@ class Probes:
     def _ended(self, request: Request) -> None:
         chunk = self._scheduler.config.block_size * self._manager.blocks_per_chunk
         if len(request.tokens) % chunk == 0 and request.finish is not FinishReason.ABORT:
-            written = self._before[request].in_flight > 1
+            written = request.ledger.reached == len(request.tokens)
             self.count(
                 f"ended: on a chunk's end, its last token {'' if written else 'not '}written"
             )

@@ -1,0 +1,254 @@
+"""A small engine without threads: scheduler, offload and witness, driven by hand.
+
+    h = Harness(block_size=4, overlap=2)
+    h.add("a", tokens(9), max_tokens=4)
+    h.step()                     # schedule, run and apply one step
+    h.run()                      # until everything has ended; all transfers succeed
+    h.check("a")                 # its tokens equal the oracle's
+
+After every call the invariants are checked. Transfers do nothing until ``move`` is called, or
+``run``; plans do nothing until ``apply``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ebbtide.core.groups import KVGroup
+from ebbtide.core.keys import root_digest
+from ebbtide.core.output import Output
+from ebbtide.core.params import RepetitionStop, SamplingParams
+from ebbtide.core.plan import Direction, StepOutcome, StepPlan, Transfer, TransferResult
+from ebbtide.core.request import FinishReason, Request, State
+from ebbtide.core.scheduler import Scheduler, SchedulerConfig
+from ebbtide.offload.arena import Arena
+from ebbtide.offload.host import HostSlots
+from ebbtide.offload.manager import OffloadManager
+from ebbtide.offload.mover import move
+from ebbtide.testing import invariants
+from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
+
+
+def tokens(count: int, start: int = 0) -> list[int]:
+    return [(start * 7 + i * 3) % 50 for i in range(count)]
+
+
+class Harness:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        blocks_per_chunk: int = 1,
+        host_slots: int = 64,
+        groups: Sequence[KVGroup] = (KVGroup(),),
+        vocabulary: int = 50,
+        stores_max: int = 64,
+        **config: Any,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.model = WitnessModel(self.groups, vocabulary=vocabulary)
+        slots = HostSlots(host_slots)
+        self.manager = OffloadManager(slots, blocks_per_chunk, len(self.groups), stores_max)
+        config = {"length_max": 100, "step_tokens_max": 64, "sync_load_blocks_max": 0, **config}
+        self.config = SchedulerConfig(
+            num_blocks=num_blocks, block_size=block_size, groups=self.groups, **config
+        )
+        self.scheduler = Scheduler(self.config, self.manager)
+        self.memory = WitnessMemory(self.model, num_blocks, block_size)
+        self.arena = Arena(host_slots, blocks_per_chunk, self.memory.block_bytes)
+        self.executor = WitnessExecutor(self.model, self.memory, self._sync_load)
+        self.lose_sync_load: Callable[[int], bool] = lambda place: False  # place within its step
+        self.now = 0.0
+        self.plans: deque[StepPlan] = deque()  # in flight
+        self.moving: dict[int, Transfer] = {}
+        self.stored: list[Transfer] = []  # every store ever started
+        self.heard: list[Output] = []
+        self.requests: dict[str, Request] = {}
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self._sync_loads = 0
+
+    # --- drive -----------------------------------------------------------------------------
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        max_tokens: int | None = 4,
+        stop: Sequence[int] = (),
+        repetition: RepetitionStop | None = None,
+        **options: Any,
+    ) -> Request:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            seed=1,
+            stop_token_ids=frozenset(stop),
+            repetition=repetition,
+        )
+        self.scheduler.add(name, prompt, params, **options)
+        self.asked[name] = (prompt, params)
+        self.requests[name] = self.scheduler.requests[name]
+        self._after()
+        return self.requests[name]
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            self.plans.append(plan)
+        self._after()
+        return plan
+
+    def apply(self, *, error: str = "", invalid: Sequence[int] = ()) -> None:
+        """Run the oldest plan in flight, and apply what it brought; ``invalid`` blocks turn to garbage."""
+        self.memory.words[list(invalid)] = np.uint64(99)
+        self._sync_loads = 0
+        plan = self.plans.popleft()
+        outcome = self.executor.run(plan)
+        bad = outcome.invalid_blocks | frozenset(invalid)
+        outcome = StepOutcome(outcome.tokens, invalid_blocks=bad)
+        if error:
+            outcome = StepOutcome(error=RuntimeError(error))
+        self.heard += self.scheduler.apply(plan, outcome)
+        self._after()
+
+    def step(self, *, error: str = "", invalid: Sequence[int] = ()) -> None:
+        """Fill the pipeline with plans as the engine does, then apply the oldest."""
+        while len(self.plans) < self.config.overlap and self.schedule() is not None:
+            pass
+        assert self.plans, f"nothing to run: {self.scheduler!r}"
+        self.apply(error=error, invalid=invalid)
+
+    def move(self, *transfers: Transfer, error: str = "") -> None:
+        """These transfers (or all that are under way) return."""
+        for transfer in transfers or list(self.moving.values()):
+            if error:
+                if transfer.direction is Direction.LOAD:
+                    self.memory.words[list(transfer.blocks)] = np.uint64(98)
+                result = TransferResult(transfer, error)
+            else:
+                result = move(transfer, self.arena, self.memory)
+            del self.moving[transfer.id]
+            self.scheduler.transferred([result])
+            self._after()
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Run steps, and let transfers succeed at once, until everything has ended."""
+        for _ in range(1_000):
+            if until():
+                return
+            self.move_all()
+            if not (self.scheduler.requests or self.plans):
+                return
+            while len(self.plans) < self.config.overlap and self.schedule() is not None:
+                pass
+            if self.plans:
+                self.apply()
+            else:
+                assert self.moving, f"stuck: {self.scheduler!r}"
+        raise AssertionError(f"no end: {self.scheduler!r}")
+
+    def move_all(self) -> None:
+        while self.moving:
+            self.move(next(iter(self.moving.values())))
+
+    def end(self, name: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        self.scheduler.end(name, reason)
+        self._after()
+
+    def reset(self) -> None:
+        self.scheduler.reset()
+        self._after()
+
+    def warm(self, name: str, prompt: list[int], *, device: bool = True, **options: Any) -> None:
+        """Serve a prompt, so that its KV is known on the device and below; or below alone."""
+        self.add(name, prompt, max_tokens=1, **options)
+        self.run()
+        if not device:
+            self.scheduler.kv.pool.unpublish_all()
+
+    # --- look ------------------------------------------------------------------------------
+
+    @property
+    def loads(self) -> list[Transfer]:
+        return [t for t in self.moving.values() if t.direction is Direction.LOAD]
+
+    @property
+    def stores(self) -> list[Transfer]:
+        return [t for t in self.moving.values() if t.direction is Direction.STORE]
+
+    def output(self, name: str) -> list[int]:
+        return [o.token for o in self.heard if o.request_id == name and o.token is not None]
+
+    def finish(self, name: str) -> FinishReason | None:
+        ends = [o.finish for o in self.heard if o.request_id == name and o.finish is not None]
+        assert len(ends) <= 1, f"{name} ended {len(ends)} times"
+        return ends[0] if ends else None
+
+    def message(self, name: str) -> str:
+        return next(o.message for o in self.heard if o.request_id == name and o.finish)
+
+    def report(self, name: str) -> dict[str, int]:
+        """Token counts of an ended request: by source, and recomputed by cause."""
+        report = next(o.report for o in self.heard if o.request_id == name and o.report)
+        counts = {source.value: count for source, count in report.sources.items()}
+        return counts | {cause.value: count for cause, count in report.recomputed.items()}
+
+    def state(self, name: str) -> State:
+        return self.requests[name].state
+
+    def truth(self, name: str, count: int = 40) -> list[int]:
+        prompt, params = self.asked[name]
+        return oracle(self.model, prompt, params, count)
+
+    def foretell(self, prompt: list[int], count: int) -> list[int]:
+        """What the model says after ``prompt``."""
+        return oracle(self.model, prompt, SamplingParams(seed=1), count)
+
+    def check(self, *names: str) -> None:
+        """The outputs so far are what the oracle says."""
+        for name in names or self.asked:
+            output = self.output(name)
+            assert output == self.truth(name, len(output)), f"{name} has wrong tokens"
+
+    def check_drained(self) -> None:
+        self.check()
+        invariants.check_drained(self.scheduler, self.manager)
+
+    def chunks_below(self, sequence: Sequence[int], group: int = 0, salt: str = "") -> list[int]:
+        """Which chunks of this token sequence the host tier has."""
+        chunk = self.config.block_size * self.manager.blocks_per_chunk
+        root = root_digest(b"", {"salt": salt})
+        probe = Request("", list(sequence), SamplingParams(), 10_000, root, 0, 0, False)
+        size = self.config.block_size
+        chain = probe.digest_upto(len(sequence) // size, size)
+        per_chunk = self.manager.blocks_per_chunk
+        return [
+            number
+            for number in range(len(sequence) // chunk)
+            if self.manager.has(group, chain, number * per_chunk)
+        ]
+
+    def _sync_load(self, transfer: Transfer) -> TransferResult:
+        self._sync_loads += 1
+        if self.lose_sync_load(self._sync_loads - 1):
+            self.memory.words[list(transfer.blocks)] = np.uint64(97)
+            return TransferResult(transfer, "lost")
+        return move(transfer, self.arena, self.memory)
+
+    def _after(self) -> None:
+        self.heard += self.scheduler.take_outputs()
+        for transfer in self.scheduler.take_transfers():
+            self.moving[transfer.id] = transfer
+            if transfer.direction is Direction.STORE:
+                self.stored.append(transfer)
+        plans = list(self.plans)
+        transfers = [*self.moving.values(), *(load for plan in plans for load in plan.loads)]
+        invariants.check_requests(self.scheduler, plans)
+        invariants.check_blocks(self.scheduler, plans, transfers)
+        invariants.check_host(self.manager, transfers)

@@ -1,0 +1,424 @@
+"""What must happen when requests meet, wait, share and end: one short story each."""
+
+from __future__ import annotations
+
+import pytest
+
+from ebbtide.core.errors import InputError, QueueFull
+from ebbtide.core.groups import KVGroup
+from ebbtide.core.params import RepetitionStop
+from ebbtide.core.plan import StepPlan
+from ebbtide.core.request import FinishReason, State
+
+from .harness import Harness, tokens
+
+both = pytest.mark.parametrize("overlap", [1, 2])
+
+
+def fed(plan: StepPlan | None) -> dict[str, tuple[int, int]]:
+    assert plan is not None
+    return {row.request_id: (row.start, row.end) for row in plan.rows}
+
+
+# --- sharing -------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("length", [8, 9])
+def test_whole_prompt_cached_leaves_one_token_to_compute(overlap: int, length: int) -> None:
+    h = Harness(overlap=overlap)
+    h.warm("a", tokens(length))
+    h.add("b", tokens(length))
+    h.run()
+    cached = (length - 1) // 4 * 4
+    assert h.report("b")["device"] == cached
+    assert h.report("b")["computed"] == length - cached
+    h.check_drained()
+
+
+@both
+def test_identical_prompts_at_once_compute_once(overlap: int) -> None:
+    h = Harness(overlap=overlap)
+    for name in "abc":
+        h.add(name, tokens(17))
+    h.run()
+    assert [h.report(name)["computed"] for name in "abc"] == [17, 1, 1]
+    h.check_drained()
+
+
+@both
+def test_a_block_that_is_being_computed_is_not_hit(overlap: int) -> None:
+    h = Harness(overlap=overlap, step_tokens_max=8)
+    h.add("a", tokens(25))
+    h.schedule()
+    h.add("b", tokens(25))
+    plan = h.schedule() if overlap == 2 else None
+    assert plan is None or "b" not in fed(plan)
+    h.run()
+    assert h.report("b")["device"] == 24
+    h.check_drained()
+
+
+@both
+def test_a_parked_request_does_not_hold_up_those_behind_it(overlap: int) -> None:
+    h = Harness(overlap=overlap, step_tokens_max=30)
+    h.add("a", tokens(40))
+    h.add("b", tokens(40))
+    h.add("c", tokens(5, start=9))
+    h.schedule()
+    if overlap == 1:
+        h.apply()
+    assert fed(h.schedule()) == {"a": (30, 40), "c": (0, 5)}
+    assert h.state("b") is State.WAITING
+    h.run()
+    h.check_drained()
+
+
+@both
+def test_the_producer_is_aborted_and_its_waiters_go_on(overlap: int) -> None:
+    h = Harness(overlap=overlap, step_tokens_max=8)
+    h.add("a", tokens(30))
+    h.add("b", tokens(30))
+    h.schedule()
+    h.end("a")
+    h.run()
+    assert h.report("b")["device"] == 8  # what the step in flight still brought
+    h.check_drained()
+
+
+def test_sharers_of_a_load_wait_only_for_the_chunks_they_need() -> None:
+    h = Harness()
+    h.warm("a", tokens(33), device=False)
+    h.add("long", tokens(33))
+    h.add("short", tokens(10))
+    h.schedule()
+    assert len(h.loads) == 8
+    h.move(*h.loads[:2])
+    assert "short" in fed(h.schedule())
+    h.run()
+    assert h.report("short")["computed"] == 2
+    h.check_drained()
+
+
+@both
+def test_sharer_of_a_load_that_brings_only_a_window_does_not_wait_for_its_request_to_end(
+    overlap: int,
+) -> None:
+    """The first blocks come back for full attention only, so the shorter prompt cannot use them."""
+    h = Harness(groups=(KVGroup(), KVGroup(window=4)), overlap=overlap)
+    h.warm("a", tokens(33), device=False)
+    h.add("long", tokens(33), max_tokens=40)
+    h.add("short", tokens(18))
+    h.run(until=lambda: h.finish("short") is not None)
+    assert h.finish("long") is None
+    h.run()
+    h.check_drained()
+
+
+def test_salt_separates_tenants() -> None:
+    h = Harness()
+    h.warm("a", tokens(17), cache_salt="one")
+    h.add("other", tokens(17), cache_salt="two")
+    h.add("none", tokens(17))
+    h.run()
+    assert h.report("other")["computed"] == h.report("none")["computed"] == 17
+    h.add("same", tokens(17), cache_salt="one")
+    h.run()
+    assert h.report("same")["device"] == 16
+    assert h.chunks_below(tokens(17), salt="three") == []
+    h.check_drained()
+
+
+# --- limits and order ----------------------------------------------------------------------
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    h = Harness(num_blocks=5)
+    with pytest.raises(InputError) as error:
+        h.add("a", tokens(18), max_tokens=10)
+    text = str(error.value)
+    assert all(number in text for number in ("18", "10", "7", "5", "4"))
+    h.add("b", tokens(18), max_tokens=3)  # 20 positions are fed: 5 blocks
+    h.add("c", tokens(18), max_tokens=None)  # as much as fits
+    h.run()
+    assert len(h.output("c")) == 3
+    h.check_drained()
+
+
+@pytest.mark.parametrize("prompt", [[], tokens(100)])
+def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int]) -> None:
+    h = Harness()
+    with pytest.raises(InputError) as error:
+        h.add("a", prompt)
+    assert error.value.field == "prompt"
+    assert not h.scheduler.requests
+
+
+def test_a_full_queue_refuses_with_an_answer() -> None:
+    h = Harness(waiting_max=2)
+    h.add("a", tokens(5))
+    h.add("b", tokens(5))
+    with pytest.raises(QueueFull, match="2 requests are waiting"):
+        h.add("c", tokens(5))
+    h.run()
+    h.add("c", tokens(5))
+    h.run()
+    h.check_drained()
+
+
+@both
+def test_priority_then_arrival(overlap: int) -> None:
+    h = Harness(overlap=overlap, batch_max=1)
+    for name, priority in [("a", 1), ("b", 1), ("c", 0), ("d", 0)]:
+        h.add(name, tokens(5, start=priority), priority=priority)
+    h.run()
+    ends = [output.request_id for output in h.heard if output.finish]
+    assert ends == ["c", "d", "a", "b"]
+
+
+@both
+def test_a_long_prompt_is_fed_beside_decoding_within_the_budget(overlap: int) -> None:
+    h = Harness(overlap=overlap, step_tokens_max=8)
+    h.add("a", tokens(3), max_tokens=20)
+    h.step()
+    h.add("b", tokens(20, start=5))
+    while "b" in h.scheduler.requests and not h.output("b"):
+        before = len(h.output("a"))
+        h.step()
+        assert len(h.output("a")) == before + 1 or overlap == 2  # nobody waits for b's prompt
+        assert all(plan.num_tokens <= 8 for plan in h.plans)
+    h.run()
+    h.check_drained()
+
+
+@both
+def test_a_step_of_one_token_at_a_time(overlap: int) -> None:
+    h = Harness(overlap=overlap, step_tokens_max=1)
+    h.add("a", tokens(6))
+    h.add("b", tokens(5, start=2))
+    h.run()
+    h.check_drained()
+
+
+def test_ended_requests_do_not_pile_up_behind_one_that_does_not_fit() -> None:
+    h = Harness(num_blocks=10, length_max=41)
+    h.add("a", tokens(20), max_tokens=20)
+    h.step()
+    h.add("big", tokens(36), max_tokens=4, priority=-1)
+    for i in range(200):
+        h.add(f"r{i}", tokens(5))
+        h.step()
+        h.end(f"r{i}")
+        if h.finish("a"):
+            break
+    for i in range(200, 600):
+        h.add(f"r{i}", tokens(5))
+        h.end(f"r{i}")
+    assert len(h.scheduler._waiting) < 100
+    h.run()
+    h.check_drained()
+
+
+# --- preemption ----------------------------------------------------------------------------
+
+
+@both
+def test_preemption_takes_the_lowest_priority_then_the_latest(overlap: int) -> None:
+    h = Harness(overlap=overlap, num_blocks=9, length_max=36)
+    h.add("low", tokens(5, start=1), max_tokens=20, priority=1)
+    h.add("first", tokens(5, start=2), max_tokens=20)
+    h.add("second", tokens(5, start=3), max_tokens=20)
+    victims: list[str] = []
+    while h.scheduler.requests:
+        h.move_all()
+        while len(h.plans) < overlap and h.schedule() is not None:
+            pass
+        if h.plans:
+            h.apply()
+        left = [n for n, r in h.requests.items() if r.state in (State.DRAINING, State.WAITING)]
+        victims += [n for n in left if n not in victims and r_unfinished(h, n)]
+    assert victims[:2] == ["low", "second"]
+    assert "first" not in victims
+    h.run()
+    h.check_drained()
+
+
+def r_unfinished(h: Harness, name: str) -> bool:
+    return h.requests[name].finish is None
+
+
+@both
+def test_prefix_hit_right_after_a_preemption(overlap: int) -> None:
+    h = Harness(overlap=overlap, num_blocks=8, length_max=32, host_slots=0)
+    h.add("a", tokens(9, start=1), max_tokens=20)
+    h.add("b", tokens(9, start=2), max_tokens=12)
+    h.run()
+    assert h.scheduler.counters.preemptions
+    report = h.report("b")
+    assert report["device"] + report["host"] + report["computed"] == 9
+    assert report["preempted"] < 9 + 12  # its first blocks were still there
+    h.check_drained()
+
+
+@both
+def test_positions_computed_again_after_a_preemption_are_counted(overlap: int) -> None:
+    """The output's positions, too: 5 prompt tokens and the output so far, save what was still there."""
+    h = Harness(overlap=overlap, num_blocks=20, length_max=60, host_slots=0)
+    h.add("a", tokens(5), max_tokens=30)
+    h.run(until=lambda: len(h.output("a")) == 20)
+    h.scheduler._preempt(h.requests["a"])
+    while h.plans:
+        h.apply()
+    committed = len(h.requests["a"].tokens) - 1  # the last token's position was never fed
+    h.scheduler.kv.pool.unpublish_all()
+    h.run()
+    assert h.report("a")["preempted"] == committed
+    h.check_drained()
+
+
+@both
+def test_two_requests_that_need_each_others_blocks(overlap: int) -> None:
+    h = Harness(overlap=overlap, num_blocks=8, length_max=32)
+    h.add("a", tokens(4, start=1), max_tokens=28)
+    h.add("b", tokens(4, start=2), max_tokens=28)
+    h.run()
+    assert len(h.output("a")) == len(h.output("b")) == 28
+    h.check_drained()
+
+
+def test_a_preempted_request_may_be_finished_by_the_step_in_flight() -> None:
+    h = Harness(overlap=2)
+    h.add("a", tokens(5), max_tokens=2)
+    h.step()
+    h.scheduler._preempt(h.requests["a"])
+    h.apply()
+    assert h.finish("a") is FinishReason.LENGTH
+    h.run()
+    h.check_drained()
+
+
+@both
+def test_loading_request_is_preempted_and_its_load_returns_later(overlap: int) -> None:
+    h = Harness(overlap=overlap, num_blocks=10, length_max=40)
+    h.warm("x", tokens(17), device=False)
+    h.add("a", tokens(4, start=3), max_tokens=36)
+    h.step()
+    h.add("b", tokens(17))
+    while h.scheduler.counters.preemptions == 0:  # b's load does not return
+        for store in h.stores:
+            h.move(store)
+        h.step()
+    assert h.requests["b"].state is State.WAITING
+    assert len(h.loads) == 4
+    h.run()
+    h.check_drained()
+
+
+# --- ends ----------------------------------------------------------------------------------
+
+
+@both
+def test_abort_in_every_state_ends_once_and_leaves_nothing(overlap: int) -> None:
+    for steps in range(12):
+        h = Harness(overlap=overlap, step_tokens_max=5)
+        h.warm("x", tokens(9), device=False)
+        h.add("a", tokens(14))
+        for _ in range(steps):
+            if h.loads and steps % 2:
+                h.move(*h.loads)
+            if not h.plans or len(h.plans) < overlap:
+                h.schedule()
+            elif h.plans:
+                h.apply()
+        h.end("a")
+        h.end("a")
+        h.run()
+        assert h.finish("a") in (FinishReason.ABORT, FinishReason.LENGTH)
+        h.check_drained()
+
+
+@both
+def test_stop_token_is_part_of_the_output_and_ends_it(overlap: int) -> None:
+    h = Harness(overlap=overlap)
+    truth = h.foretell(tokens(5), 6)
+    h.add("a", tokens(5), max_tokens=20, stop=[truth[2], truth[4]])
+    h.run()
+    assert h.output("a") == truth[: truth.index(truth[2]) + 1]
+    assert h.finish("a") is FinishReason.STOP
+    h.check_drained()
+
+
+@both
+def test_repetition_is_judged_by_the_output_alone(overlap: int) -> None:
+    h = Harness(overlap=overlap, vocabulary=1)
+    h.add("a", [0] * 9, max_tokens=20, repetition=RepetitionStop(2, 3))
+    h.run()
+    assert h.finish("a") is FinishReason.REPETITION
+    assert len(h.output("a")) == 3
+
+
+@both
+def test_next_turn_continues_an_output(overlap: int) -> None:
+    h = Harness(overlap=overlap)
+    h.add("a", tokens(10), max_tokens=9)
+    h.run()
+    h.add("b", tokens(10) + h.output("a") + tokens(3))
+    h.run()
+    assert h.report("b")["device"] == 16  # 18 of 19 positions have KV
+    h.check_drained()
+
+
+# --- reset ---------------------------------------------------------------------------------
+
+
+@both
+def test_after_a_reset_nothing_is_found_anywhere(overlap: int) -> None:
+    h = Harness(overlap=overlap)
+    h.warm("a", tokens(17))
+    h.reset()
+    assert h.chunks_below(tokens(17)) == []
+    h.add("b", tokens(17))
+    h.run()
+    assert h.report("b")["computed"] == 17
+    h.check_drained()
+
+
+@both
+def test_reset_while_a_request_runs_keeps_its_kv_to_itself(overlap: int) -> None:
+    h = Harness(overlap=overlap)
+    h.add("a", tokens(17), max_tokens=30)
+    h.step()
+    h.reset()
+    h.run(until=lambda: len(h.output("a")) > 12)
+    assert h.chunks_below(tokens(17) + h.output("a")) == []
+    h.add("b", tokens(17))
+    h.run()
+    assert h.report("b")["computed"] == 17
+    h.check_drained()
+
+
+@both
+def test_reset_while_a_request_loads(overlap: int) -> None:
+    h = Harness(overlap=overlap)
+    h.warm("x", tokens(17), device=False)
+    h.add("a", tokens(17))
+    h.add("b", tokens(17))
+    h.schedule()
+    assert h.state("a") is State.LOADING
+    h.reset()
+    h.run()
+    assert h.report("a")["host"] == 16  # the bytes it was already reading are its own
+    assert h.report("b")["computed"] == 17
+    h.check_drained()
+
+
+def test_reset_while_a_store_is_in_flight() -> None:
+    h = Harness()
+    h.add("a", tokens(17), max_tokens=1)
+    h.step()
+    assert h.stores
+    h.reset()
+    h.move_all()
+    assert h.chunks_below(tokens(17)) == []
+    assert h.manager.slots.in_use == 0
+    h.check_drained()
