@@ -23,6 +23,7 @@ from ebbtide.models.gguf_file import read_header
 from ebbtide.models.gguf_model import read_config
 from ebbtide.models.gguf_tokenizer import build_tokenizer
 from ebbtide.models.load import DEFAULT_MODEL, find_model, load_checkpoint
+from ebbtide.models.rope import rope_config
 
 from . import tiny_files
 
@@ -150,6 +151,37 @@ def test_rope_scaling_and_sampling_defaults_are_read(tmp_path: Path) -> None:
     found = loaded(path)
     assert found.config.rope == tiny_files.rope_of(made)
     assert found.generation == {"temperature": 0.5}
+
+
+def test_llama_3_keeps_its_scaling_in_a_tensor(tmp_path: Path) -> None:
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    made = tiny_files.model("llama", rope_parameters=parameters)
+    expected = tiny_files.rope_of(made).inverse_frequencies
+    plain = rope_config(500_000.0, 16, 512).inverse_frequencies
+    factors = np.float32(plain) / np.float32(expected)
+    finish = tiny_files._finish
+
+    def written(values: np.ndarray) -> Checkpoint:
+        def add(writer: gguf.GGUFWriter) -> None:
+            writer.add_tensor("rope_freqs.weight", values)
+            finish(writer)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiny_files, "_finish", add)
+            tiny_files.write_gguf(tmp_path / "model.gguf", "llama", made)
+        return loaded(tmp_path / "model.gguf")
+
+    found = [written(factors), written(factors * np.float32(1.01))]
+    assert found[0].config.rope.inverse_frequencies == pytest.approx(expected, rel=1e-6)
+    assert "rope_freqs.weight" not in found[0].weights
+    assert found[0].identity != found[1].identity
 
 
 def test_the_identity_is_the_same_for_the_same_file_and_moves_with_any_bit(tmp_path: Path) -> None:

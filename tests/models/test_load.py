@@ -81,7 +81,7 @@ def test_a_model_from_the_hub_is_loaded_and_named_by_its_id(
     tiny_files.write_directory(tmp_path, tiny_files.model("llama", num_hidden_layers=1))
     asked: list[object] = []
 
-    def download(hub_id: str, allow_patterns: list[str]) -> str:
+    def download(hub_id: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((hub_id, "*.safetensors" in allow_patterns))
         return str(tmp_path)
 

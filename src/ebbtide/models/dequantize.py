@@ -1,8 +1,12 @@
 """From the bytes of a GGML tensor to a torch tensor.
 
-The formats that small models come in are done here, a cache-sized piece at a time, straight into
-the wanted dtype; all others go through ``gguf.quants.dequantize``. Both compute in float32 and
-round once, so the values are the same either way.
+The formats that small models come in are done here, a piece at a time, straight into the wanted
+dtype; all others go through ``gguf.quants.dequantize``. Both compute in float32 and round once, so
+the values are the same either way.
+
+A piece is just too small for torch to split it over threads. Tensors are read in parallel already,
+and torch's threads, which spin while they wait for each other, can slow that down a hundredfold on a
+machine that has other work (measured).
 
 Formats of GGML (ggml-common.h): a block of 32 values shares a float16 scale d, and in the ``_1``
 formats a float16 minimum m; value = d * q, or d * q + m. Low nibbles are values 0..15 of the block,
@@ -18,7 +22,8 @@ import torch
 
 from ebbtide.core.errors import InputError
 
-BLOCKS_PER_PIECE = 8192  # 1 MiB of float32: stays in a core's cache (measured)
+VALUES_PER_PIECE = 32_000  # torch works on up to 32768 values in one thread
+BLOCKS_PER_PIECE = VALUES_PER_PIECE // 32
 
 
 def known_types() -> list[str]:
@@ -44,11 +49,19 @@ def dequantize(
     Raises ``InputError`` where ``kind`` is not a format that can be read.
     """
     if kind in _PLAIN:
-        return torch.from_numpy(raw).view(_PLAIN[kind]).to(dtype, copy=True).view(shape)
+        return _cast(torch.from_numpy(raw).view(_PLAIN[kind]), dtype).view(shape)
     if kind in _BLOCKS:
         block_bytes, unpack = _BLOCKS[kind]
         return _by_pieces(torch.from_numpy(raw).view(-1, block_bytes), unpack, dtype).view(shape)
     return _with_gguf(raw, kind, shape, dtype)
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a flat tensor."""
+    cast = torch.empty(len(values), dtype=dtype)
+    for start in range(0, len(values), VALUES_PER_PIECE):
+        cast[start : start + VALUES_PER_PIECE] = values[start : start + VALUES_PER_PIECE]
+    return cast
 
 
 def _by_pieces(
@@ -105,4 +118,5 @@ def _with_gguf(
         raise InputError(
             f"tensor type {kind} cannot be read; these can: {', '.join(known_types())}"
         ) from None
-    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).view(shape)
+    flat = torch.from_numpy(np.ascontiguousarray(values)).view(-1)
+    return (flat if dtype == torch.float32 else _cast(flat, dtype)).view(shape)

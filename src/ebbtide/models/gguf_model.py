@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 
 from ebbtide.core.errors import InputError
@@ -217,8 +218,8 @@ def read_weights(
                 progress(done / total)
         finally:
             pool.shutdown(cancel_futures=True)
-    if ROPE_FACTORS in file.tensors:
-        digest.update(repr(config.rope.inverse_frequencies).encode())
+        if ROPE_FACTORS in file.tensors:
+            digest.update(file.read(descriptor, file.tensors[ROPE_FACTORS]).data)
     return weights, digest.digest()
 
 
@@ -227,16 +228,16 @@ def _read_weight(
 ) -> tuple[torch.Tensor, bytes]:
     raw = file.read(descriptor, info)
     digest = hashlib.blake2b(raw.data, digest_size=32).digest()
-    weight = dequantize(raw, info.type, info.shape, dtype)
     if config.architecture in INTERLEAVED and (".attn_q." in info.name or ".attn_k." in info.name):
-        weight = _halves_apart(weight, config.head_dim)
-    return weight, digest
+        raw = _halves_apart(raw, info.shape[0], config.head_dim)
+    return dequantize(raw, info.type, info.shape, dtype), digest
 
 
-def _halves_apart(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows of each head from (x0, x32, x1, x33, ...) to (x0, x1, ..., x32, x33, ...)."""
-    pairs = weight.view(-1, head_dim // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+def _halves_apart(raw: np.ndarray, rows: int, head_dim: int) -> np.ndarray:
+    """Rows of each head from (x0, x32, x1, x33, ...) to (x0, x1, ..., x32, x33, ...). Done on the
+    stored bytes: every format packs each row for itself. A bias is one value per row."""
+    pairs = raw.reshape(rows // head_dim, head_dim // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
 
 
 def _hugging_face_name(name: str) -> str:

