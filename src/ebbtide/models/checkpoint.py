@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Checkpoint:
     """weights: Hugging Face names (``model.layers.0.self_attn.q_proj.weight``), rows of queries and
     keys in the half-split rotary order. generation: the model's own sampling defaults, keyed like
-    ``SamplingParams``. identity: digest of the weights' bytes and the configuration.
+    ``SamplingParams``. identity: 32 bytes, a digest of the stored weights and the configuration: the
+    same in every process and on every machine, whatever dtype the weights were loaded in.
     """
 
     name: str
