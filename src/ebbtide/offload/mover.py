@@ -53,8 +53,12 @@ class Mover:
         self._thread.start()
 
     def submit(self, transfers: Iterable[Transfer]) -> None:
+        """Queue transfers. After ``close`` they come back at once, as failed."""
         with self._work:
             for transfer in transfers:
+                if self._closing:
+                    self._results.append(TransferResult(transfer, "the mover is closed"))
+                    continue
                 is_load = transfer.direction is Direction.LOAD
                 (self._loads if is_load else self._stores).append(transfer)
             self._work.notify()
@@ -81,5 +85,9 @@ class Mover:
                 if not (self._loads or self._stores):
                     return
                 transfer = (self._loads or self._stores).popleft()
-            self._results.append(self.move(transfer))
+            try:
+                result = self.move(transfer)
+            except Exception as error:  # a mover of someone else's: still one result per transfer
+                result = TransferResult(transfer, f"{type(error).__name__}: {error}")
+            self._results.append(result)
             self._notify()
