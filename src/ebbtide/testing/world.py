@@ -47,15 +47,15 @@ class Faults:
     @staticmethod
     def draw(rng: random.Random) -> Faults:
         strong = {
-            "load_fails": (0.1, 0.5),
-            "corrupt_load": (0.1, 0.4),
+            "load_fails": (0.2, 0.7),
+            "corrupt_load": (0.2, 0.7),
             "store_fails": (0.1, 0.5),
             "slow_transfer": (0.1, 0.5),
             "step_raises": (0.02, 0.1),
             "bad_block": (0.02, 0.1),
             "spurious": (0.02, 0.05),
             "abort": (0.005, 0.04),
-            "abort_loading": (0.02, 0.1),
+            "abort_loading": (0.05, 0.3),
             "reset": (0.005, 0.03),
         }
         if rng.random() < 0.15:
