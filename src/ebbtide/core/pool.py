@@ -26,7 +26,9 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self._name: dict[int, tuple[int, bytes]] = {}  # block -> (group, digest)
+        # Values without references of their own keep the garbage collector out of large pools.
+        self._name: dict[int, bytes] = {}  # block -> digest
+        self._group = [0] * num_blocks  # of a named block
 
     @property
     def available(self) -> int:
@@ -85,7 +87,8 @@ class BlockPool:
         """Name a full, committed block. Where the content has a block already, that one keeps the name."""
         assert self._references[block] > 0, f"block {block} is free and cannot be published"
         if block not in self._name and self._index[group].setdefault(digest, block) == block:
-            self._name[block] = (group, digest)
+            self._name[block] = digest
+            self._group[block] = group
 
     def unpublish(self, block: int) -> None:
         """Take a block's name away: nobody finds its content any more. No-op where it has none."""
@@ -100,8 +103,7 @@ class BlockPool:
             self.unpublish(block)
 
     def _forget(self, block: int) -> None:
-        group, digest = self._name.pop(block)
-        del self._index[group][digest]
+        del self._index[self._group[block]][self._name.pop(block)]
 
     def __repr__(self) -> str:
         used = self.num_blocks - self.available

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from ebbtide.core.plan import Direction, StepPlan, Transfer
+from ebbtide.core.pool import BlockPool
 from ebbtide.core.request import Drain, Request, State
 from ebbtide.core.scheduler import Scheduler
 from ebbtide.offload.arena import Arena
@@ -129,8 +130,12 @@ def check_blocks(
     assert sorted([*pool._blank, *pool._cached]) == sorted(free), "free lists differ"
     assert pool._cached.keys() == free & pool._name.keys(), "cached blocks differ"
     indexed = {b: (g, d) for g, index in enumerate(pool._index) for d, b in index.items()}
-    assert indexed == pool._name, "index and names differ"
+    assert indexed == _names(pool), "index and names differ"
     _check_written(scheduler, plans, flights, users)
+
+
+def _names(pool: BlockPool) -> dict[int, tuple[int, bytes]]:
+    return {block: (pool._group[block], digest) for block, digest in pool._name.items()}
 
 
 def _check_written(
@@ -233,12 +238,12 @@ class Chains:
 
     def check_device(self, scheduler: Scheduler, known_bad: Collection[int]) -> None:
         """Every named block holds what its name stands for, but for those known to be bad."""
-        names = scheduler.kv.pool._name
+        names = _names(scheduler.kv.pool)
         if names != self._names:
             for block, name in names.items():
                 if self._names.get(block) != name:
                     self._expected[block] = self._words[name]
-            self._names = dict(names)
+            self._names = names
         blocks = [block for block in names if block not in known_bad]
         same = (self._memory.words[blocks] == self._expected[blocks]).all(axis=(1, 2))
         assert same.all(), f"wrong content in the named blocks {np.array(blocks)[~same]}"
