@@ -25,15 +25,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ebbtide.core.plan import Row
 from ebbtide.models.kv import KVLayout, KVMemory
 
-# Queries per attention call. On a CPU, tiles of 128 with a mask take 0.83 (1,024 tokens) and 0.55
-# (512 tokens) of the time of one causal call; a GPU wants its causal kernel.
-QUERY_TILE = {"cpu": 128}
-QUERY_TILE_ELSEWHERE = 2048
+QUERY_TILE_CPU = 64  # queries per attention call: their scores stay in the cache
+QUERY_TILE = 1024
+PRODUCTS_MIN = 4  # queries per attention call from which products beat the fused kernel
 BUCKET_WASTE_BLOCKS = 32  # padding that costs about as much as one more attention call
 BUCKET_BYTES = (
     16 << 20
@@ -45,7 +44,7 @@ class Bucket:
     """Decode rows [first, last) of the token axis that share an attention call.
 
     index: [slots, rows * blocks], rows of ``KVMemory.runs``.
-    mask: [rows, 1, 1, positions], added to the scores; None for a single row, which reads
+    mask: [rows, 1, positions], added to the scores; None for a single row, which reads
     positions [low, high) of what it gathered.
     """
 
@@ -65,7 +64,7 @@ class Tile:
     last: int
     low: int
     high: int
-    mask: Tensor | None  # [queries, keys], added to the scores; None: causal, as many as queries
+    mask: Tensor  # [1, queries, columns], added to the scores of the last keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ def _bucket(
         low = np.array([low for _, low, _ in seen])[:, None]
         high = np.array([high for _, _, high in seen])[:, None]
         hidden = np.where((place >= low) & (place < high), np.float32(0), np.float32(-np.inf))
-        mask = torch.from_numpy(hidden).to(device, layout.dtype)[:, None, None]
+        mask = torch.from_numpy(hidden).to(device, layout.dtype)[:, None]
     _, low_0, high_0 = seen[0]
     return Bucket(first, first + len(seen), _slots(ids, layout, device), mask, low_0, high_0)
 
@@ -246,7 +245,12 @@ class _CausalMasks:
         self._mask = torch.empty(0, 0)
 
     def tile(self, queries: int, keys: int) -> Tensor:
-        """[queries, keys]: 0 where the query sees the key, else -inf."""
+        """[1, queries, columns]: 0 where the query sees the key, else -inf, of the last columns.
+
+        Without a window, only the columns of the tile's own tokens hide anything.
+        """
+        if self._window is None:
+            keys = queries
         have_queries, have_keys = self._mask.shape
         if queries > have_queries or keys > have_keys:
             have_queries, have_keys = max(queries, have_queries), max(keys, have_keys)
@@ -261,7 +265,7 @@ class _CausalMasks:
             self._mask = torch.zeros(
                 hidden.shape, dtype=self._dtype, device=self._device
             ).masked_fill_(hidden, -torch.inf)
-        return self._mask[have_queries - queries :, have_keys - keys :]
+        return self._mask[None, have_queries - queries :, have_keys - keys :]
 
 
 def _plan_prefill(
@@ -279,13 +283,12 @@ def _plan_prefill(
     index = _slots(ids[begin - first : (row.end - 1) // size + 1 - first], layout, device)
     base = begin * size  # position of the first key gathered
     at = token - row.start
-    tile = QUERY_TILE.get(device.type, QUERY_TILE_ELSEWHERE)
+    tile = QUERY_TILE_CPU if device.type == "cpu" else QUERY_TILE
     tiles = []
     for low in range(row.start, row.end, tile):
         high = min(low + tile, row.end)
         visible = spec.first_visible(low)
-        causal = visible == low and spec.first_visible(high - 1) == low
-        mask = None if causal else masks.tile(high - low, high - visible)
+        mask = masks.tile(high - low, high - visible)
         tiles.append(Tile(at + low, at + high, visible - base, high - base, mask))
     return Prefill(index, tuple(tiles))
 
@@ -297,29 +300,66 @@ def attend(qkv: Tensor, group: GroupBatch, slot: int, kv: KVMemory, out: Tensor)
     """
     kv_heads, dim = kv.layout.kv_heads, kv.layout.head_dim
     width = out.shape[1]
-    heads = width // dim
+    kernel = attend_by_products if qkv.device.type == "cpu" else attend_fused
     kv.positions.index_copy_(0, group.write[slot], qkv[:, width:])
+    queries, results = qkv[:, :width].unflatten(1, (-1, dim)), out.unflatten(1, (-1, dim))
     for bucket in group.buckets:
         rows = bucket.last - bucket.first
         seen = kv.runs.index_select(0, bucket.index[slot]).view(rows, -1, 2, kv_heads, dim)
         if bucket.mask is None:
             seen = seen[:, bucket.low : bucket.high]
-        keys, values = seen.transpose(1, 3).unbind(2)  # [rows, kv_heads, positions, dim]
-        query = qkv[bucket.first : bucket.last, :width].view(rows, kv_heads, -1, dim)
-        result = scaled_dot_product_attention(query, keys, values, attn_mask=bucket.mask)
-        out[bucket.first : bucket.last].view(rows, kv_heads, -1, dim).copy_(result)
+        keys, values = seen.permute(2, 0, 3, 1, 4).unbind()
+        query = queries[bucket.first : bucket.last].unsqueeze(1)
+        result = kernel(query, keys, values, bucket.mask)
+        results[bucket.first : bucket.last].unsqueeze(1).copy_(result)
     for prefill in group.prefills:
         seen = kv.runs.index_select(0, prefill.index[slot]).view(1, -1, 2, kv_heads, dim)
-        seen = seen.transpose(1, 3)
+        seen = seen.permute(2, 0, 3, 1, 4).contiguous()
         for tile in prefill.tiles:
-            keys, values = seen[:, :, :, tile.low : tile.high].unbind(2)
-            query = qkv[tile.first : tile.last, :width].view(1, -1, heads, dim).transpose(1, 2)
-            result = scaled_dot_product_attention(
-                query,
-                keys,
-                values,
-                attn_mask=tile.mask,
-                is_causal=tile.mask is None,
-                enable_gqa=heads != kv_heads,
-            )
-            out[tile.first : tile.last].view(1, -1, heads, dim).copy_(result.transpose(1, 2))
+            keys, values = seen[:, :, :, tile.low : tile.high].unbind()
+            query = queries[tile.first : tile.last].unsqueeze(0)
+            result = kernel(query, keys, values, tile.mask)
+            results[tile.first : tile.last].unsqueeze(0).copy_(result)
+
+
+def attend_fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention by PyTorch's fused kernels.
+
+    query: [rows, queries, heads, dim]. keys, values: [rows, kv_heads, positions, dim]. mask:
+    [rows or 1, queries, columns], added to the scores of the last ``columns`` positions; None:
+    everything is seen. Returns [rows, queries, heads, dim].
+    """
+    rows, queries, heads, dim = query.shape
+    kv_heads, positions = keys.shape[1:3]
+    if mask is not None:
+        mask = pad(mask, (positions - mask.shape[-1], 0)).unsqueeze(1)
+    if queries == 1:  # the heads that share a key head become the query axis: a key is read once
+        query = query.view(rows, kv_heads, -1, dim)
+        result = scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        return result.reshape(rows, 1, heads, dim)
+    query = query.transpose(1, 2)
+    result = scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, enable_gqa=heads != kv_heads
+    )
+    return result.transpose(1, 2)
+
+
+def attend_by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """The same as two matrix products and a softmax; in bfloat16, so are the scores."""
+    rows, queries, heads, dim = query.shape
+    if rows * queries < PRODUCTS_MIN:
+        return attend_fused(query, keys, values, mask)
+    kv_heads, positions = keys.shape[1:3]
+    query = (query * dim**-0.5).view(rows, queries, kv_heads, -1, dim).transpose(1, 2)
+    query = query.reshape(rows * kv_heads, -1, dim)
+    keys = keys.reshape(-1, positions, dim)
+    values = values.reshape(-1, positions, dim)
+    scores = torch.bmm(query, keys.transpose(1, 2))
+    if mask is not None:
+        last = scores.view(rows, kv_heads, queries, -1, positions)[
+            ..., positions - mask.shape[-1] :
+        ]
+        last += mask[:, None, :, None]
+    result = torch.bmm(scores.softmax(dim=-1), values)
+    result = result.view(rows, kv_heads, queries, -1, dim).transpose(1, 2)
+    return result.reshape(rows, queries, heads, dim)

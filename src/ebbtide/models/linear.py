@@ -22,7 +22,8 @@ class Linear:
     """``x @ weight.T + bias`` for x [rows, in], weight [out, in].
 
     On a CPU that computes in bfloat16 the weight is kept in oneDNN's blocked layout, repacked once:
-    what PyTorch's own compiler does when it freezes a model.
+    what PyTorch's own compiler does when it freezes a model. Against plain ``linear`` over the layers
+    of a 135M model (2 threads): 0.6 of the time for 1 or 8 rows, 0.75 for 32, 0.88 for 1,024.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -45,3 +46,28 @@ class Linear:
                 x, residual, self._weight, self._bias, "add"
             )
         return residual + functional.linear(x, self._weight, self._bias)
+
+
+class SwiGLU:
+    """``silu(x @ gate.T) * (x @ up.T)`` for x [rows, in], gate and up [out, in] (Shazeer 2020).
+
+    Packed, both products carry their share of the elementwise work: for 1,024 rows of 576 that takes
+    0.93 of the time of one product followed by two passes, for one row as long. Elsewhere the two
+    are one product.
+    """
+
+    def __init__(self, gate: Tensor, up: Tensor) -> None:
+        self._packed = can_pack(gate)
+        if self._packed:
+            self._gate = torch.ops.mkldnn._reorder_linear_weight(gate.contiguous())
+            self._up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous())
+        else:
+            self._both = torch.cat([gate, up])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed:
+            linear = torch.ops.mkldnn._linear_pointwise
+            gate = linear(x, self._gate, None, "swish", [], "")
+            return linear.binary(x, gate, self._up, None, "mul")
+        gate, up = functional.linear(x, self._both).chunk(2, dim=1)
+        return functional.silu(gate).mul_(up)

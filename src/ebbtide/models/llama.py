@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding
 
 from ebbtide.models.attention import Batch, attend
 from ebbtide.models.config import ModelConfig
 from ebbtide.models.kv import KVLayout, KVMemory
-from ebbtide.models.linear import Linear
+from ebbtide.models.linear import Linear, SwiGLU
 
 
 class RMSNorm:
@@ -54,7 +54,7 @@ class _Layer:
     qk_norm: RMSNorm | None  # of every query head, then every key head
     output: Linear
     mlp_norm: RMSNorm
-    gate_up: Linear
+    gate_up: SwiGLU
     down: Linear
 
 
@@ -117,7 +117,7 @@ class LlamaModel:
             qk_norm=qk_norm,
             output=Linear(self._get(f"{attention}o_proj.weight"), output_bias),
             mlp_norm=self._get_norm(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=Linear(self._get(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")),
+            gate_up=SwiGLU(self._get(f"{mlp}gate_proj.weight"), self._get(f"{mlp}up_proj.weight")),
             down=Linear(self._get(f"{mlp}down_proj.weight")),
         )
 
@@ -136,8 +136,7 @@ class LlamaModel:
                 if len(x) == 0:
                     return x.new_empty(0, self.config.vocab_size)
             x = layer.output.add(attended, x)
-            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=1)
-            x = layer.down.add(silu(gate).mul_(up), x)
+            x = layer.down.add(layer.gate_up(layer.mlp_norm(x)), x)
         return self._head(self._norm(x))
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
