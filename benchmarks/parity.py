@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from ebbtide.models.load import find_model
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -26,6 +25,8 @@ from ebbtide.core.request import Drain
 from ebbtide.core.scheduler import Scheduler
 from ebbtide.engine.config import DEFAULT_MODEL, MIB
 from ebbtide.engine.llm import LLM, Completion
+from ebbtide.models.load import load_checkpoint
+from reference import transformers_model
 
 OUTPUT_TOKENS = 64
 LOGPROBS = 5
@@ -45,12 +46,7 @@ def prompts(tokenizer: object) -> list[list[int]]:
 
 def reference(all_prompts: Sequence[Sequence[int]], progress: Progress) -> Reference:
     """Greedy tokens and the log-probabilities of all tokens' best few, by transformers."""
-    from transformers import AutoModelForCausalLM
-
-    path = find_model(DEFAULT_MODEL).path
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    model = transformers_model(load_checkpoint(DEFAULT_MODEL, torch.float32), torch.float32)
     results: Reference = []
     for prompt in progress.track(all_prompts, description="transformers"):
         tokens: list[int] = []

@@ -1,0 +1,191 @@
+"""``ebbtide generate``: many prompts from a file, all together.
+
+Input: one JSON object a line, with ``prompt`` (text or token ids) or ``messages``, an optional ``id``,
+and any sampling parameters under their names. Output: one JSON object a line, in the order in which
+they finish, each with its input's ``line`` (from 1) and ``id``. A line that cannot be completed gives a
+record with ``error``, and stops nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ebbtide.cli.options import Failure
+from ebbtide.cli.progress import loading
+from ebbtide.core.errors import InputError, QueueFull
+from ebbtide.core.params import RepetitionStop, SamplingParams
+from ebbtide.engine.async_engine import AsyncEngine
+from ebbtide.engine.config import EngineConfig
+from ebbtide.engine.llm import Completion
+
+SAMPLING = tuple(field.name for field in fields(SamplingParams))
+KNOWN = ("id", "prompt", "messages", *SAMPLING)
+AT_ONCE = 512  # lines that are with the engine at a time
+Record = dict[str, Any]
+
+
+def run_batch(config: EngineConfig, source: str, target: str, overwrite: bool = False) -> int:
+    """Complete every line of ``source``; returns how many could not be. Raises InputError, Failure."""
+    lines = _read(source)
+    with _open(target, overwrite) as out:
+        with loading() as progress:
+            engine = AsyncEngine.start(config, progress)
+        try:
+            return asyncio.run(_Batch(engine, out).run(lines))
+        finally:
+            asyncio.run(engine.close())
+
+
+@contextmanager
+def _open(target: str, overwrite: bool) -> Iterator[TextIO]:
+    if target == "-":
+        yield sys.stdout
+        return
+    try:
+        with Path(target).open("w" if overwrite else "x", encoding="utf-8") as out:
+            yield out
+    except FileExistsError:
+        raise InputError(f"{target} exists: choose another name, or pass --overwrite") from None
+    except OSError as error:
+        raise Failure(f"cannot write {target}: {error.strerror}") from None
+
+
+def _read(source: str) -> list[tuple[int, str]]:
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text("utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source} is not UTF-8 text: byte {error.start} is not") from None
+    return [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+class _Batch:
+    def __init__(self, engine: AsyncEngine, out: TextIO) -> None:
+        self._engine = engine
+        self._out = out
+        self._failed = 0
+
+    async def run(self, lines: list[tuple[int, str]]) -> int:
+        """Work through the lines with a bounded number of them in the engine."""
+        console = Console(stderr=True)
+        waiting = iter(lines)
+        with Progress(console=console, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("completing", total=len(lines))
+
+            async def worker() -> None:
+                for number, line in waiting:
+                    self._write(await self._complete(number, line))
+                    progress.advance(bar)
+
+            await asyncio.gather(*(worker() for _ in range(min(AT_ONCE, len(lines)))))
+        return self._failed
+
+    async def _complete(self, number: int, line: str) -> Record:
+        record: Record = {"line": number}
+        try:
+            asked = parse_line(line)
+            if "id" in asked:
+                record["id"] = asked["id"]
+            params = params_of(asked)
+            prompt = asked.get("prompt")
+            if "messages" in asked:
+                prompt = self._engine.tokenizer.encode_chat(asked["messages"])
+            completions = await self._generate(prompt, params)
+        except InputError as error:
+            return {**record, "error": str(error)}
+        errors = [c.error for c in completions if c.error]
+        if errors:
+            record["error"] = errors[0]
+        results = [dict(_result(completion)) for completion in completions]
+        return {**record, **results[0]} if params.n == 1 else {**record, "completions": results}
+
+    async def _generate(self, prompt: Any, params: SamplingParams) -> list[Completion]:
+        completions = [Completion() for _ in range(params.n)]
+        while True:
+            try:
+                stream = self._engine.generate(prompt, params)
+                break
+            except QueueFull:
+                await asyncio.sleep(0.05)
+        async for delta in stream:
+            completions[delta.index].add(delta)
+        return completions
+
+    def _write(self, record: Record) -> None:
+        """At once and flushed: what is finished is never lost."""
+        self._failed += "error" in record
+        self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._out.flush()
+
+
+def parse_line(line: str) -> Record:
+    """One input line. Raises InputError."""
+    try:
+        asked = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(asked, dict):
+        raise InputError("a line must be a JSON object")
+    for name in asked:
+        if name not in KNOWN:
+            near = get_close_matches(name, KNOWN, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(KNOWN)}"
+            raise InputError(f"unknown field {name!r}: {hint}", name)
+    if ("prompt" in asked) == ("messages" in asked):
+        raise InputError("a line must have either prompt or messages", "prompt")
+    prompt = asked.get("prompt", "")
+    if not isinstance(prompt, str | list):
+        raise InputError("prompt must be a string or a list of token ids", "prompt")
+    messages = asked.get("messages", [])
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise InputError("messages must be a list of objects with role and content", "messages")
+    return asked
+
+
+def params_of(asked: Record) -> SamplingParams:
+    """The sampling parameters of an input line. Raises InputError."""
+    given = dict(_converted(asked))
+    return SamplingParams(**given)
+
+
+def _converted(asked: Record) -> Iterator[tuple[str, Any]]:
+    for name in SAMPLING:
+        if name not in asked:
+            continue
+        value = asked[name]
+        try:
+            if name == "logit_bias":
+                value = {int(token): bias for token, bias in value.items()}
+            elif name == "stop":
+                value = (value,) if isinstance(value, str) else tuple(value)
+            elif name == "stop_token_ids":
+                value = frozenset(value)
+            elif name == "repetition" and value is not None:
+                value = RepetitionStop(**value)
+        except (TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{name} has a value of the wrong form: {value!r}", name) from None
+        yield name, value
+
+
+def _result(completion: Completion) -> Iterator[tuple[str, Any]]:
+    yield "text", completion.text
+    yield "token_ids", completion.token_ids
+    yield "finish_reason", completion.finish_reason
+    if completion.logprobs:
+        yield "logprobs", [entry._asdict() for entry in completion.logprobs]
+    if completion.usage is not None:
+        yield "usage", asdict(completion.usage)

@@ -1,0 +1,110 @@
+"""The command line. Heavy imports happen inside the commands, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ebbtide.cli import options
+from ebbtide.core.errors import InputError
+from ebbtide.engine.config import DEFAULT_MODEL
+
+app = typer.Typer(
+    name="ebbtide",
+    help="Serve language models with a KV cache that is larger than the device's memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Host = Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 is greedy; the model's own default if not given.")
+]
+
+
+@app.command()
+@options.with_engine_options
+def serve(engine: options.EngineOptions, host: Host = "127.0.0.1", port: Port = 8000) -> None:
+    """Serve a model over HTTP, as the OpenAI API does."""
+    from ebbtide.cli.progress import loading
+    from ebbtide.server.run import BindError
+    from ebbtide.server.run import serve as run
+
+    with loading() as progress:
+
+        def ready(url: str) -> None:
+            progress.done()
+            typer.echo(f"Ebbtide serves {engine.config.model} at {url}/v1 (stop with Ctrl-C)")
+
+        try:
+            run(engine.config, host, port, progress=progress, ready=ready)
+        except BindError as error:
+            raise options.Failure(f"{error}: choose another with --port") from None
+
+
+@app.command()
+@options.with_engine_options
+def chat(
+    engine: options.EngineOptions,
+    system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
+    max_tokens: MaxTokens = 1024,
+    temperature: Temperature = None,
+    seed: Annotated[int | None, typer.Option(help="Makes answers repeatable.")] = None,
+) -> None:
+    """Talk to a model. Reads one message from a pipe, or a conversation from the terminal."""
+    from ebbtide.cli.chat import run_chat
+    from ebbtide.core.params import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    run_chat(engine.config, params, system)
+
+
+@app.command()
+@options.with_engine_options
+def generate(
+    engine: options.EngineOptions,
+    input: Annotated[str, typer.Option("--input", "-i", help="JSON lines, or - for a pipe.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Where results go, as JSON lines.")],
+    overwrite: Annotated[bool, typer.Option(help="Replace an output that exists.")] = False,
+) -> None:
+    """Complete many prompts from a file, all together."""
+    from ebbtide.cli.batch import run_batch
+
+    failed = run_batch(engine.config, input, output, overwrite)
+    if failed:
+        raise options.Failure(f"{failed} lines could not be completed: see their error in {output}")
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="A model to show it with.")] = DEFAULT_MODEL,
+) -> None:
+    """Show what a host tier does for conversations that do not fit the device."""
+    from ebbtide.cli.demo import run_demo
+
+    if not run_demo(model):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point. Whatever is wrong with the input becomes one sentence and an exit code."""
+    try:
+        app()
+    except InputError as error:
+        typer.echo(f"ebbtide: {error}", err=True)
+        sys.exit(2)
+    except options.Failure as error:
+        typer.echo(f"ebbtide: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

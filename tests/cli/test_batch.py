@@ -1,0 +1,91 @@
+"""``ebbtide generate``: what a line may say, and that no line harms another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ebbtide.cli.batch import params_of, parse_line, run_batch
+from ebbtide.core.errors import InputError
+from ebbtide.core.params import RepetitionStop, SamplingParams
+from ebbtide.engine.config import MIB, EngineConfig
+
+CONFIG = EngineConfig(dtype="float32", kv_bytes=40 * MIB, host_bytes=0, max_length=512)
+
+
+def test_a_line_says_its_parameters() -> None:
+    asked = parse_line(
+        '{"prompt": "x", "max_tokens": 3, "stop": "a", "stop_token_ids": [5], "seed": 1, '
+        '"logit_bias": {"7": 2.5}, "repetition": {"max_pattern_size": 3, "min_count": 4}}'
+    )
+    assert params_of(asked) == SamplingParams(
+        max_tokens=3,
+        stop=("a",),
+        stop_token_ids=frozenset({5}),
+        seed=1,
+        logit_bias={7: 2.5},
+        repetition=RepetitionStop(3, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("not json", "not JSON"),
+        ("[1]", "JSON object"),
+        ("{}", "either prompt or messages"),
+        ('{"prompt": "x", "messages": []}', "either prompt or messages"),
+        ('{"prompt": "x", "temperatur": 1}', "did you mean 'temperature'"),
+        ('{"prompt": 5}', "prompt must be"),
+        ('{"messages": "hi"}', "messages must be"),
+    ],
+)
+def test_bad_lines(line: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        parse_line(line)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"stop": 5},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": [1]},
+        {"stop_token_ids": 3},
+        {"repetition": {"size": 1}},
+        {"temperature": "hot"},
+        {"temperature": float("nan")},
+        {"max_tokens": -1},
+    ],
+)
+def test_bad_parameters(said: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(said))):
+        params_of(said)
+
+
+def test_a_file_is_completed_and_bad_lines_get_their_own_record(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"id": "a", "prompt": "The sea is", "max_tokens": 4, "temperature": 0},
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0},
+        {"prompt": ""},
+        {"prompt": "x", "n": 2, "max_tokens": 2, "logprobs": 1},
+        {"prompt": [5] * 600},
+    ]
+    source.write_text("\n".join(map(json.dumps, lines)) + "\n\nnonsense\n")
+    assert run_batch(CONFIG, str(source), str(target)) == 3
+    records = {r["line"]: r for r in map(json.loads, target.read_text().splitlines())}
+    assert set(records) == {1, 2, 3, 4, 5, 7}
+    assert records[1]["id"] == "a"
+    assert records[1]["finish_reason"] == "length"
+    assert len(records[1]["token_ids"]) == 4
+    assert records[2]["usage"]["completion_tokens"] <= 3
+    assert "empty" in records[3]["error"]
+    assert len(records[4]["completions"]) == 2
+    assert "600 tokens" in records[5]["error"]
+    assert "JSON" in records[7]["error"]
+    with pytest.raises(InputError, match="--overwrite"):
+        run_batch(CONFIG, str(source), str(target))
+    assert len(target.read_text().splitlines()) == 6  # nothing that was there is lost

@@ -1,0 +1,79 @@
+"""Sizes, shared options, and the exit codes of the command line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ebbtide.cli import main as cli
+from ebbtide.cli.options import parse_bytes
+from ebbtide.core.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("512MiB", 512 << 20),
+        ("512mib", 512 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("2g", 2 * 10**9),
+        ("64k", 64_000),
+        ("1TiB", 1 << 40),
+        ("100B", 100),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text, "--kv-memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "5x", "1e9", "GiB", "1 2", "1.2.3MiB", "5ii"])
+def test_what_is_no_size_is_refused_with_what_was_said(text: str) -> None:
+    with pytest.raises(InputError, match="--kv-memory must be a size"):
+        parse_bytes(text, "--kv-memory")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["ebbtide", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--kv-memory", "many"], "--kv-memory"),
+        (["serve", "--dtype", "int3"], "dtype must be one of auto, bfloat16, float32"),
+        (["serve", "--overlap", "7"], "overlap must be one of 1, 2"),
+        (["serve", "--model", "no/such/file.gguf"], "no/such/file.gguf"),
+        (["serve", "--port", "123456"], "--port"),
+        (["serve", "--no-such-option"], "--no-such-option"),
+        (["chat", "--temperature", "nan"], "temperature must be a number"),
+        (["generate", "-i", "no-such-file", "-o", "-"], "no-such-file"),
+        (["dance"], "dance"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    told = capsys.readouterr().err
+    assert words in " ".join(told.split())
+    assert "Traceback" not in told
+
+
+def test_help_is_instant_because_nothing_heavy_is_imported() -> None:
+    import subprocess
+
+    code = (
+        "import sys, ebbtide.cli.main; "
+        "print([m for m in ('torch', 'fastapi', 'numpy', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
