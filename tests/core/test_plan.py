@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from ebbtide.core.params import SamplingParams
-
 from .harness import Harness, tokens
 
 
@@ -32,4 +30,3 @@ def test_only_the_row_that_ends_a_prompt_samples() -> None:
         samples += [row.sampling is not None for row in h.plans[0].rows]
         h.apply()
     assert samples == [False, False, True]
-    assert isinstance(h.asked["a"][1], SamplingParams)
