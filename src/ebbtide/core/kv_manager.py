@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from ebbtide.core.groups import KVGroup
@@ -140,26 +141,23 @@ class KVManager:
         group: int,
         first: int,
         found: Sequence[int | None],
-        blocks: Sequence[int],
+        blocks: list[int],
     ) -> list[Transfer]:
         """Loads for every run of blocks that are not on the device."""
-        chain = request.digests
-        loads: list[Transfer] = []
-        start = 0
-        while start < len(found):
-            end = start
-            while end < len(found) and found[end] is None:
-                end += 1
-            if end > start:
-                loads += self._offload.load(group, chain, first + start, blocks[start:end])
-            start = end + 1
-        index_of = {block: first + i for i, block in enumerate(blocks)}
-        for load in loads:
-            at = index_of[load.blocks[0]]
-            names = tuple(chain[at : at + len(load.blocks)])
-            self._flights[load.id] = _Flight(load, group, names, request)
-            self.pool.hold(load.blocks)
-        return loads
+        started: list[Transfer] = []
+        for missing, run in groupby(range(len(found)), lambda i: found[i] is None):
+            if not missing:
+                continue
+            holes = list(run)
+            at = first + holes[0]
+            loads = self._offload.load(group, request.digests, at, [blocks[i] for i in holes])
+            for load in loads:
+                names = tuple(request.digests[at : at + len(load.blocks)])
+                self._flights[load.id] = _Flight(load, group, names, request)
+                self.pool.hold(load.blocks)
+                at += len(load.blocks)
+            started += loads
+        return started
 
     def _start_positions(self, request: Request, match: Match) -> None:
         size = self.block_size
@@ -255,12 +253,8 @@ class KVManager:
 
     def first_bad_position(self, request: Request, bad: frozenset[int]) -> int | None:
         """The first position of the request whose KV lies in a bad block."""
-        indexes = [
-            first + i
-            for first, blocks in request.tables
-            for i, block in enumerate(blocks)
-            if block in bad
-        ]
+        tables = request.tables
+        indexes = [f + i for f, blocks in tables for i, block in enumerate(blocks) if block in bad]
         return min(indexes) * self.block_size if indexes else None
 
     def lose(self, request: Request, position: int) -> None:

@@ -39,12 +39,16 @@ class Ledger:
         self.sources = dict.fromkeys(Source, 0)
         self.recomputed = dict.fromkeys(Cause, 0)
 
-    def commit(self, span: Span, cause: Cause) -> None:
-        """Positions up to ``span.end`` are committed, those of the span by its source."""
+    def commit(self, span: Span, cause: Cause) -> int:
+        """Positions up to ``span.end`` are committed, those of the span by its source.
+
+        Returns how many of them were computed again.
+        """
         fresh = min(span.end, self.prompt_length) - max(span.start, self.reached)
         if fresh > 0:
             self.sources[span.source] += fresh
-        again = min(span.end, self.reached) - span.start
-        if again > 0 and span.source is Source.COMPUTED:
-            self.recomputed[cause] += again
+        computed = span.source is Source.COMPUTED
+        again = max(0, min(span.end, self.reached) - span.start) if computed else 0
+        self.recomputed[cause] += again
         self.reached = max(self.reached, span.end)
+        return again

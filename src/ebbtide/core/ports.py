@@ -28,7 +28,7 @@ class Offload(Protocol):
     ) -> list[Transfer]:
         """Fill ``blocks`` with the chain's blocks from ``index`` on, which ``has`` has just affirmed.
 
-        Pins their chunks until the transfers are ``finished``.
+        Pins their chunks until the transfers are ``finished``. The transfers are in the blocks' order.
         """
         ...
 

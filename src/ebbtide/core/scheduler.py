@@ -148,10 +148,9 @@ class Scheduler:
         return length
 
     def _longest_that_fits(self, length: int) -> int:
-        def needed(candidate: int) -> int:
-            return self.kv.blocks_needed_max(candidate - 1)
-
-        return bisect_right(range(1, length + 1), self.config.num_blocks, key=needed)
+        lengths = range(1, length + 1)
+        needed = self.kv.blocks_needed_max
+        return bisect_right(lengths, self.config.num_blocks, key=lambda n: needed(n - 1))
 
     def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request in whatever state it is. No-op for one that has ended."""
@@ -234,19 +233,11 @@ class Scheduler:
 
     def _feed(self, request: Request, end: int, rows: list[Row]) -> None:
         start = request.scheduled
+        tokens, tables = request.tokens, request.tables
         samples = end == request.target
-        rows.append(
-            Row(
-                request.id,
-                request.tokens,
-                len(request.tokens),
-                start,
-                end,
-                request.tables,
-                request.params if samples else None,
-                end - request.prompt_length,
-            )
-        )
+        sampling = request.params if samples else None
+        index = end - request.prompt_length
+        rows.append(Row(request.id, tokens, len(tokens), start, end, tables, sampling, index))
         request.scheduled = end
         request.in_flight += 1
         if samples:
@@ -359,13 +350,10 @@ class Scheduler:
 
     def _settle(self, request: Request, start: int, end: int) -> None:
         """Enter in the ledger what has just become certain."""
-        for span in request.spans:
-            request.ledger.commit(span, request.cause)
+        for span in (*request.spans, Span(start, end, Source.COMPUTED)):
+            again = request.ledger.commit(span, request.cause)
+            self.counters.recomputed_tokens[request.cause] += again
         request.spans = ()
-        before = request.ledger.recomputed[request.cause]
-        request.ledger.commit(Span(start, end, Source.COMPUTED), request.cause)
-        again = request.ledger.recomputed[request.cause] - before
-        self.counters.recomputed_tokens[request.cause] += again
 
     def _step_failed(self, plan: StepPlan, error: BaseException) -> None:
         """Nothing that the step wrote counts. Its requests try again, a bounded number of times."""
@@ -374,11 +362,10 @@ class Scheduler:
             request = self.requests[row.request_id]
             request.failed_steps += 1
             if request.failed_steps > self.config.max_step_retries:
-                self._finish(
-                    request,
-                    FinishReason.ERROR,
-                    f"{request.failed_steps} steps in a row failed, the last one with: {error}",
+                message = (
+                    f"{request.failed_steps} steps in a row failed, the last one with: {error}"
                 )
+                self._finish(request, FinishReason.ERROR, message)
             self._lose(request)
 
     def _lose_blocks(self, bad: frozenset[int]) -> None:
@@ -392,13 +379,7 @@ class Scheduler:
             if position is None:
                 continue
             self.kv.lose(request, position)
-            if request.fail_on_lost_kv:
-                self._finish(
-                    request,
-                    FinishReason.ERROR,
-                    f"the KV of the request was lost from position {position} on",
-                )
-            self._lose(request)
+            self._kv_lost(request, f"the KV of the request was lost from position {position} on")
 
     def _lose(self, request: Request) -> None:
         request.cause = Cause.FAILED
@@ -420,13 +401,9 @@ class Scheduler:
             return
         request.finish = reason
         self.counters.finished[reason] += 1
-        ledger = request.ledger
-        report = Report(
-            request.prompt_length,
-            len(request.tokens) - request.prompt_length,
-            dict(ledger.sources),
-            dict(ledger.recomputed),
-        )
+        ledger, prompt = request.ledger, request.prompt_length
+        counts = (dict(ledger.sources), dict(ledger.recomputed))
+        report = Report(prompt, len(request.tokens) - prompt, *counts)
         self._outputs.append(Output(request.id, token, logprob, reason, message, report))
 
     def _drain(self, request: Request, why: Drain) -> None:
@@ -474,7 +451,7 @@ class Scheduler:
             if request.loads:
                 continue
             if request.load_error:
-                self._load_failed(request, f"KV could not be loaded: {request.load_error}")
+                self._kv_lost(request, f"KV could not be loaded: {request.load_error}")
             else:
                 del self._loading[request.id]
                 request.committed = request.scheduled
@@ -492,9 +469,9 @@ class Scheduler:
             if request.load_deadline > now:
                 return
             self.kv.abandon_loads(request, late=True)
-            self._load_failed(request, f"loading took over {self.config.load_deadline_s:g} s")
+            self._kv_lost(request, f"loading took over {self.config.load_deadline_s:g} s")
 
-    def _load_failed(self, request: Request, message: str) -> None:
+    def _kv_lost(self, request: Request, message: str) -> None:
         if request.fail_on_lost_kv:
             self._finish(request, FinishReason.ERROR, message)
         self._lose(request)
