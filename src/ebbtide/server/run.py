@@ -1,0 +1,168 @@
+"""A whole server: the port, the engine, signals, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Generator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from ebbtide.server.app import create_app
+from ebbtide.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from ebbtide.engine.async_engine import AsyncEngine
+    from ebbtide.engine.config import EngineConfig
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+
+# What may pass after the grace period until the last answers are written and connections closed.
+CLOSING_S = 1.0
+
+log = logging.getLogger("ebbtide.server")
+
+
+class BindError(Exception):
+    """The address cannot be listened on. Its text is a sentence."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening. Raises ``BindError``."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise BindError(f"the host {host!r} is not known: {error}") from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise _bind_error(host, port, error) from None
+    return sock
+
+
+def _bind_error(host: str, port: int, error: OSError) -> BindError:
+    return BindError(
+        f"cannot listen on {host} port {port}: {(error.strerror or str(error)).lower()}"
+    )
+
+
+def url_of(sock: socket.socket) -> str:
+    """The base URL of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    engine_config: EngineConfig,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    *,
+    config: ServerConfig | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Load the model and serve it until SIGINT or SIGTERM; a second signal exits at once.
+
+    The port is taken before the model is loaded. ``ready`` gets the base URL once requests are
+    answered. Raises ``BindError``, and ``InputError`` for settings or a model that cannot work.
+    """
+    with bind(host, port) as sock:
+        from ebbtide.engine.async_engine import AsyncEngine
+
+        engine = AsyncEngine.start(engine_config, progress)
+        serve_engine(engine, sock, config=config, ready=ready)
+
+
+def serve_engine(
+    engine: AsyncEngine,
+    sock: socket.socket,
+    *,
+    config: ServerConfig | None = None,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve a running engine on a bound socket, like ``serve``; closes both at the end."""
+    asyncio.run(Server(engine, config or ServerConfig(), ready).run(sock))
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with our signals and our end: refuse, let finish, cut, close the engine."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        ready: Callable[[str], None] | None = None,
+    ) -> None:
+        app = create_app(engine, config)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=max(1, round(config.grace_s + CLOSING_S)),
+            )
+        )
+        self._engine = engine
+        self._service = app.state.service
+        self._grace_s = config.grace_s
+        self._ready = ready
+
+    async def run(self, sock: socket.socket) -> None:  # type: ignore[override]
+        """Serve until told to stop. Raises ``BindError`` if the port was taken meanwhile."""
+        url = url_of(sock)
+        try:
+            await self.serve([sock])
+        finally:
+            await self._engine.close()
+        log.info("stopped serving %s", url)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets, "the socket is bound before the model is loaded"
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            host, port = sockets[0].getsockname()[:2]
+            raise _bind_error(host, port, error) from None
+        if self._ready is not None:
+            self._ready(url_of(sockets[0]))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        timer = asyncio.get_running_loop().call_later(self._grace_s, self._service.end_all)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Take SIGINT and SIGTERM while serving; in another than the main thread, leave them."""
+        try:
+            before = {
+                number: signal.signal(number, self.handle_exit)
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
+        except ValueError:
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True
