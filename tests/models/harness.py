@@ -16,6 +16,8 @@ from ebbtide.models.executor import TorchExecutor
 from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
 
+torch.set_num_threads(1)  # tiny models: a second thread only costs
+
 GREEDY = SamplingParams(temperature=0.0).with_defaults({})
 SIZES = {
     "vocab_size": 307,

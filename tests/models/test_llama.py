@@ -1,0 +1,167 @@
+"""The model's parts: attention over ragged batches, packed products, the KV memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from ebbtide.models import attention
+from ebbtide.models.attention import attend_by_products, attend_fused, plan_batch
+from ebbtide.models.kv import KVMemory, layout_for
+from ebbtide.models.linear import Linear, SwiGLU, can_pack
+from ebbtide.models.llama import LlamaModel, RMSNorm
+
+from .harness import Driver, config_of, tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """Three sliding layers (window 33) and a full one."""
+    return tiny("qwen3-mixed")
+
+
+def random_tokens(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def logits_of(model, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+def step_logits(driver: Driver, rows) -> torch.Tensor:
+    with torch.inference_mode():
+        return driver.model.forward(plan_batch(rows, {}, driver.layout, CPU), driver.kv)
+
+
+@pytest.mark.parametrize("chunks", [[700], [1, 699], [129, 64, 300, 207], [350, 350]])
+def test_long_prefills_in_any_chunks(mixed, chunks):
+    """Many tiles of queries, and windows far behind the end."""
+    tokens = random_tokens(700)
+    driver = Driver(config_of(mixed), mixed.state_dict(), block_size=8, num_blocks=1024)
+    request = driver.add(tokens)
+    for chunk in chunks:
+        logits = step_logits(driver, [driver.row(request, chunk)])
+    torch.testing.assert_close(logits[0], logits_of(mixed, tokens), atol=1e-3, rtol=1e-3)
+
+
+def test_decodes_of_very_different_lengths_share_a_step(mixed, monkeypatch):
+    """Cut into several attention calls by waste and by bytes, in an order that is not the plan's."""
+    monkeypatch.setattr(attention, "BUCKET_WASTE_BLOCKS", 3)
+    monkeypatch.setattr(attention, "BUCKET_BYTES", 1 << 15)
+    driver = Driver(config_of(mixed), mixed.state_dict(), block_size=8, num_blocks=1024)
+    lengths = [3, 260, 40, 41, 39, 1, 130, 258, 8, 9, 16, 17]
+    prompts = [random_tokens(n + 1, seed=n) for n in lengths]
+    requests = [driver.add(prompt) for prompt in prompts]
+    step_logits(driver, [driver.row(r, n) for r, n in zip(requests, lengths, strict=True)])
+    rows = [driver.row(request, 1) for request in requests]
+    batch = plan_batch(rows, {}, driver.layout, CPU)
+    assert all(len(group.buckets) > 3 for group in batch.groups[3:])
+    logits = step_logits(driver, rows)
+    expected = torch.stack([logits_of(mixed, prompt) for prompt in prompts])
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_window_reads_only_its_window(mixed):
+    """The work of a late chunk in a sliding group does not grow with what lies behind it."""
+    driver = Driver(config_of(mixed), mixed.state_dict(), block_size=8, num_blocks=1024)
+    request = driver.add(random_tokens(600))
+    driver.row(request, 500)
+    batch = plan_batch([driver.row(request, 100)], {}, driver.layout, CPU)
+    for spec, group in zip(driver.layout.groups, batch.groups, strict=True):
+        (prefill,) = group.prefills
+        keys = 600 if spec.window is None else 100 + spec.window - 1
+        assert keys <= len(prefill.index[0]) * 8 < keys + 16
+        for tile in prefill.tiles:
+            if spec.window is not None:
+                assert tile.high - tile.low <= 64 + spec.window - 1
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("columns", [None, 5, 29])
+def test_both_attention_kernels_agree(queries, columns):
+    """What a GPU runs gives what a CPU runs."""
+    generator = torch.Generator().manual_seed(2)
+    rows, heads, kv_heads, dim, positions = 6, 6, 2, 16, 29
+    query = torch.randn(rows, queries, heads, dim, generator=generator)
+    keys, values = torch.randn(2, rows, kv_heads, positions, dim, generator=generator)
+    mask = None
+    if columns:
+        mask = torch.where(
+            torch.rand(rows, queries, columns, generator=generator) < 0.4, -torch.inf, 0
+        )
+        mask[..., -1] = 0
+    fused = attend_fused(query, keys, values, mask)
+    products = attend_by_products(query, keys, values, mask)
+    assert fused.shape == products.shape == query.shape
+    torch.testing.assert_close(fused, products, atol=1e-5, rtol=1e-5)
+    repeated = [x.repeat_interleave(heads // kv_heads, dim=1) for x in (keys, values)]
+    scores = query.transpose(1, 2) @ repeated[0].transpose(2, 3) * dim**-0.5
+    if mask is not None:
+        scores[..., positions - columns :] += mask[:, None]
+    slow = (scores.softmax(-1) @ repeated[1]).transpose(1, 2)
+    torch.testing.assert_close(products, slow, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 200])
+def test_products_with_fixed_weights(dtype, rows):
+    """Packed where the machine does, or not: the same numbers, within the type's rounding."""
+    generator = torch.Generator().manual_seed(4)
+    weight, up = torch.randn(2, 48, 32, generator=generator).to(dtype)
+    bias = torch.randn(48, generator=generator).to(dtype)
+    x = torch.randn(rows, 32, generator=generator).to(dtype)
+    residual = torch.randn(rows, 48, generator=generator).to(dtype)
+    wide = functional.linear(x.float(), weight.float(), bias.float())
+    gated = functional.silu(wide - bias.float()) * functional.linear(x.float(), up.float())
+    near = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
+    linear = Linear(weight, bias)
+    torch.testing.assert_close(linear(x).float(), wide, **near)
+    torch.testing.assert_close(linear.add(x, residual).float(), wide + residual.float(), **near)
+    torch.testing.assert_close(SwiGLU(weight, up)(x).float(), gated, **near)
+
+
+def test_only_bfloat16_weights_on_a_cpu_are_packed():
+    assert not can_pack(torch.zeros(8, 8))
+    assert not can_pack(torch.zeros(8, 8, dtype=torch.bfloat16, device="meta"))
+
+
+def test_rms_norm():
+    x, weight = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(6)).unbind()
+    expected = functional.rms_norm(x, (48,), weight[0], 1e-5)
+    before = x.clone()
+    torch.testing.assert_close(RMSNorm(weight[0], 1e-5)(x), expected)
+    assert torch.equal(x, before)
+
+
+def test_groups_of_one_size_and_one_pattern(mixed):
+    layout = layout_for(config_of(mixed), 16, torch.float32)
+    assert [group.window for group in layout.groups] == [33, 33, 33, None]
+    assert layout.layers == ((0,), (1,), (2,), (3,))
+    assert layout.places == {0: (0, 0), 1: (1, 0), 2: (2, 0), 3: (3, 0)}
+    assert layout.block_bytes == 1 * 16 * 2 * 2 * 24 * 4
+
+
+def test_a_block_moves_as_one_range_of_bytes(mixed):
+    layout = layout_for(config_of(mixed), 16, torch.bfloat16)
+    kv = KVMemory(layout, 4, "cpu")
+    content = np.random.default_rng(1).integers(0, 255, layout.block_bytes, dtype=np.uint8)
+    kv.load(2, content)
+    back = np.empty_like(content)
+    kv.store(2, back)
+    assert (back == content).all()
+    assert not kv.blocks[[0, 1, 3]].any()
+    kv.clear([2])
+    assert not kv.blocks.any()
+
+
+def test_a_missing_weight_is_named(mixed):
+    config = config_of(mixed)
+    weights = dict(mixed.state_dict())
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    with pytest.raises(KeyError, match=r"model.layers.2.mlp.up_proj.weight"):
+        LlamaModel(config, weights, layout_for(config, 16, torch.float32))
