@@ -255,6 +255,7 @@ def test_a_prompt_that_is_too_long(echo: Served, path: str) -> None:
     for size in (4096, 100_000):
         error = problem(getattr(echo, path)("x" * size))
         assert error["code"] == "context_length_exceeded"
+        assert error["param"] == ("prompt" if path == "completion" else "messages")
         assert "4096" in error["message"]
 
 

@@ -62,7 +62,12 @@ class Service:
         wanted = parse_chat(await self._body(request))
         self._check_model(wanted.options.model)
         prompt = await encode_messages(self.engine.tokenizer, wanted.messages)
-        return await self._answer(request, [prompt], wanted.options, ChatAnswer, timer)
+        try:
+            return await self._answer(request, [prompt], wanted.options, ChatAnswer, timer)
+        except InputError as error:
+            if error.field == "prompt":
+                error.field = "messages"
+            raise
 
     async def _body(self, request: Request) -> dict[str, Any]:
         if self.stopping:
