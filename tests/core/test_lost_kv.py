@@ -186,6 +186,24 @@ def test_shared_bad_block_is_computed_once(overlap: int, groups: tuple[KVGroup, 
 
 
 @both
+def test_what_was_computed_from_a_bad_block_is_not_found_any_more(overlap: int) -> None:
+    h = Harness(overlap=overlap)
+    request = h.add("a", PROMPT, max_tokens=20)
+    h.step()
+    h.move_all()
+    while len(h.plans) < overlap:
+        h.schedule()
+    h.apply(invalid=[request.tables[0].blocks[1]])
+    pool = h.scheduler.kv.pool
+    assert [pool.find(0, digest) is not None for digest in request.digests[:5]] == [True] + 4 * [
+        False
+    ]
+    assert h.chunks_below(PROMPT) == [0]
+    h.run()
+    h.check_drained()
+
+
+@both
 def test_bad_block_of_a_request_that_has_just_ended(overlap: int) -> None:
     h = Harness(overlap=overlap)
     stop = h.foretell(PROMPT, 2)[1]
@@ -231,7 +249,7 @@ def test_window_group_loses_a_block_that_the_full_group_still_has(overlap: int) 
 
 @both
 def test_failed_step_is_tried_again(overlap: int) -> None:
-    h = Harness(overlap=overlap, max_step_retries=3)
+    h = Harness(overlap=overlap, max_step_retries=1)  # failures in a row
     h.add("a", PROMPT, max_tokens=9)
     for _ in range(3):
         h.step()

@@ -202,9 +202,16 @@ def test_a_chunk_whose_store_failed_is_not_found_and_is_stored_again_by_the_next
     h.check_drained()
 
 
-def test_sliding_window_stores_chunks_before_it_leaves_them_behind() -> None:
-    h = harness(1, groups=(KVGroup(window=4),))
+@both
+def test_sliding_window_stores_chunks_before_it_leaves_them_behind(overlap: int) -> None:
+    h = Harness(
+        overlap=overlap,
+        block_size=4,
+        blocks_per_chunk=3,
+        groups=(KVGroup(window=4),),
+        step_tokens_max=4,
+    )
     h.add("a", tokens(30), max_tokens=1)
     h.run()
-    assert h.chunks_below(tokens(30)) == [0, 1, 2]
+    assert h.chunks_below(tokens(30)) == [0, 1]
     h.check_drained()

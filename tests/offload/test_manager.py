@@ -89,6 +89,16 @@ def test_a_failed_load_does_not_drop_what_has_been_stored_anew() -> None:
     assert has(m) == [0, 1]
 
 
+def test_abandoning_a_load_does_not_drop_what_has_been_stored_anew() -> None:
+    m = manager()
+    stored(m)
+    (old,) = m.load(0, CHAIN, 0, [1, 2])
+    m.forget(CHAIN, 0)
+    finish(m, m.store("a", 0, CHAIN, 2, 0, [3, 4]))
+    m.abandon(old)
+    assert has(m) == [0, 1]
+
+
 def test_an_abandoned_load_is_found_no_more_but_keeps_its_slot() -> None:
     m = manager()
     stored(m)

@@ -77,8 +77,10 @@ class FaultyMemory:
         return frozenset(self.bad_blocks & read)
 
     def spoil_written(self, plan: StepPlan) -> None:
-        """What the plan wrote turns to garbage, as when its step failed half way."""
+        """What the plan loaded and wrote turns to garbage, as when its step failed half way."""
         size = self.memory.block_size
+        for load in plan.loads:
+            self.memory.words[list(load.blocks)] = GARBAGE
         for row in plan.rows:
             for first, blocks in row.tables:
                 for position in range(row.start, row.end):

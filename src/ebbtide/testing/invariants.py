@@ -131,6 +131,10 @@ def check_blocks(
     assert pool._cached.keys() == free & pool._name.keys(), "cached blocks differ"
     indexed = {b: (g, d) for g, index in enumerate(pool._index) for d, b in index.items()}
     assert indexed == _names(pool), "index and names differ"
+    for request in scheduler.requests.values():
+        if request.private:  # since a reset
+            named = [b for t in request.tables for b in t.blocks if b in pool._name]
+            assert not named, f"{request!r} shares {named}, which a reset has made its own"
     _check_written(scheduler, plans, flights, users)
 
 
