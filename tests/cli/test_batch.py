@@ -33,13 +33,20 @@ def test_a_line_says_its_parameters() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("not json", "not JSON"),
-        ("[1]", "JSON object"),
+        ("not json", "not the JSON wanted"),
+        ("[1]", "must be an object"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"id": NaN, "prompt": "x"}', "NaN is no JSON number"),
+        ('{"id": "\\ud800", "prompt": "x"}', "surrogate"),
+        ('{"prompt": "x", "prompt": "y"}', "stands twice"),
         ("{}", "either prompt or messages"),
         ('{"prompt": "x", "messages": []}', "either prompt or messages"),
-        ('{"prompt": "x", "temperatur": 1}', "did you mean 'temperature'"),
+        ('{"prompt": "x", "temperatur": 1}', "did you mean temperature"),
         ('{"prompt": 5}', "prompt must be"),
+        ('{"prompt": ["x"]}', "prompt must be"),
         ('{"messages": "hi"}', "messages must be"),
+        ('{"messages": [{"role": "user"}]}', "content must be"),
+        ('{"messages": [{"role": "king", "content": "x"}]}', "role must be"),
     ],
 )
 def test_bad_lines(line: str, words: str) -> None:
@@ -57,12 +64,19 @@ def test_bad_lines(line: str, words: str) -> None:
         {"repetition": {"size": 1}},
         {"temperature": "hot"},
         {"temperature": float("nan")},
+        {"temperature": 10**400},
         {"max_tokens": -1},
+        {"ignore_eos": "yes"},
     ],
 )
 def test_bad_parameters(said: dict[str, object]) -> None:
-    with pytest.raises(InputError, match=next(iter(said))):
+    with pytest.raises(InputError, match=f"{next(iter(said))}|too large"):
         params_of(said)
+
+
+def test_null_means_not_said() -> None:
+    asked = {"prompt": "x", "n": None, "max_tokens": None, "stop": None, "repetition": None}
+    assert params_of(asked) == SamplingParams()
 
 
 def test_a_file_is_completed_and_bad_lines_get_their_own_record(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -53,6 +54,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["serve", "--no-such-option"], "--no-such-option"),
         (["chat", "--temperature", "nan"], "temperature must be a number"),
         (["generate", "-i", "no-such-file", "-o", "-"], "no-such-file"),
+        (["generate"], "--input"),
+        (["serve", "--port", "many"], "--port"),
         (["dance"], "dance"),
     ],
 )
@@ -64,13 +67,29 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 ) -> None:
     assert run(monkeypatch, *arguments) == 2
     told = capsys.readouterr().err
-    assert words in " ".join(told.split())
-    assert "Traceback" not in told
+    assert told.startswith("ebbtide: ")
+    assert words in told
+    assert told.count("\n") == 1
+
+
+def test_help_and_no_command_are_fine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in ([], ["--help"], ["serve", "--help"], ["generate", "-h"]):
+        assert run(monkeypatch, *arguments) == 0
+        assert "Usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("piped", "words"), [(b" \n", "empty"), (b"\xff", "not UTF-8")])
+def test_a_pipe_without_a_message(piped: bytes, words: str) -> None:
+    command = [sys.executable, "-m", "ebbtide.cli.main", "chat"]
+    done = subprocess.run(command, input=piped, capture_output=True)
+    assert done.returncode == 2
+    assert words in done.stderr.decode()
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_help_is_instant_because_nothing_heavy_is_imported() -> None:
-    import subprocess
-
     code = (
         "import sys, ebbtide.cli.main; "
         "print([m for m in ('torch', 'fastapi', 'numpy', 'tokenizers') if m in sys.modules])"

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,10 +23,14 @@ from rich.progress import Progress
 from ebbtide.cli.options import Failure
 from ebbtide.cli.progress import loading
 from ebbtide.core.errors import InputError, QueueFull
-from ebbtide.core.params import RepetitionStop, SamplingParams
+from ebbtide.core.params import SamplingParams
 from ebbtide.engine.async_engine import AsyncEngine
 from ebbtide.engine.config import EngineConfig
 from ebbtide.engine.llm import Completion
+from ebbtide.server.body import parse_object
+from ebbtide.server.fields import check_names, is_token_list
+from ebbtide.server.messages import read_messages
+from ebbtide.server.requests import read_sampling
 
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
 KNOWN = ("id", "prompt", "messages", *SAMPLING)
@@ -132,53 +135,21 @@ class _Batch:
 
 def parse_line(line: str) -> Record:
     """One input line. Raises InputError."""
-    try:
-        asked = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"not JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(asked, dict):
-        raise InputError("a line must be a JSON object")
-    for name in asked:
-        if name not in KNOWN:
-            near = get_close_matches(name, KNOWN, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(KNOWN)}"
-            raise InputError(f"unknown field {name!r}: {hint}", name)
+    asked = parse_object(line, "the line")
+    check_names(asked, KNOWN)
     if ("prompt" in asked) == ("messages" in asked):
         raise InputError("a line must have either prompt or messages", "prompt")
-    prompt = asked.get("prompt", "")
-    if not isinstance(prompt, str | list):
+    if "messages" in asked:
+        return {**asked, "messages": read_messages(asked["messages"])}
+    if not isinstance(asked["prompt"], str) and not is_token_list(asked["prompt"]):
         raise InputError("prompt must be a string or a list of token ids", "prompt")
-    messages = asked.get("messages", [])
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise InputError("messages must be a list of objects with role and content", "messages")
     return asked
 
 
 def params_of(asked: Record) -> SamplingParams:
     """The sampling parameters of an input line. Raises InputError."""
-    given = dict(_converted(asked))
-    return SamplingParams(**given)
-
-
-def _converted(asked: Record) -> Iterator[tuple[str, Any]]:
-    for name in SAMPLING:
-        if name not in asked:
-            continue
-        value = asked[name]
-        try:
-            if name == "logit_bias":
-                value = {int(token): bias for token, bias in value.items()}
-            elif name == "stop":
-                value = (value,) if isinstance(value, str) else tuple(value)
-            elif name == "stop_token_ids":
-                value = frozenset(value)
-            elif name == "repetition" and value is not None:
-                value = RepetitionStop(**value)
-        except (TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{name} has a value of the wrong form: {value!r}", name) from None
-        yield name, value
+    named = ("max_tokens", "logprobs")
+    return read_sampling(asked, {n: asked[n] for n in named if asked.get(n) is not None})
 
 
 def _result(completion: Completion) -> Iterator[tuple[str, Any]]:

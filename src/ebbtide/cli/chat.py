@@ -23,16 +23,27 @@ Messages = list[dict[str, Any]]
 
 def run_chat(config: EngineConfig, params: SamplingParams, system: str | None) -> None:
     """Chat until the user leaves; from a pipe, answer one message. Raises InputError."""
+    message = None if sys.stdin.isatty() else _piped()
     with loading() as progress:
         engine = AsyncEngine.start(config, progress)
     try:
         conversation = _Conversation(engine, params, system)
-        if sys.stdin.isatty():
+        if message is None:
             _converse(conversation)
         else:
-            asyncio.run(conversation.answer(sys.stdin.read().strip()))
+            asyncio.run(conversation.answer(message))
     finally:
         asyncio.run(engine.close())
+
+
+def _piped() -> str:
+    try:
+        message = sys.stdin.buffer.read().decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"the message is not UTF-8 text: byte {error.start} is not") from None
+    if not message:
+        raise InputError("there is no message to answer: the pipe is empty")
+    return message
 
 
 def _converse(conversation: _Conversation) -> None:

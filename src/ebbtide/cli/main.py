@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -14,7 +15,6 @@ from ebbtide.engine.config import DEFAULT_MODEL
 app = typer.Typer(
     name="ebbtide",
     help="Serve language models with a KV cache that is larger than the device's memory.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -45,7 +45,7 @@ def serve(engine: options.EngineOptions, host: Host = "127.0.0.1", port: Port = 
         try:
             run(engine.config, host, port, progress=progress, ready=ready)
         except BindError as error:
-            raise options.Failure(f"{error}: choose another with --port") from None
+            raise options.Failure(str(error)) from None
 
 
 @app.command()
@@ -95,15 +95,28 @@ def demo(
 def main() -> None:
     """Entry point. Whatever is wrong with the input becomes one sentence and an exit code."""
     try:
-        app()
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except InputError as error:
-        typer.echo(f"ebbtide: {error}", err=True)
-        sys.exit(2)
+        _end(str(error), 2)
     except options.Failure as error:
-        typer.echo(f"ebbtide: {error}", err=True)
+        _end(str(error), 1)
+    except BrokenPipeError:  # whoever read our output has left; the interpreter is not to mind
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except KeyboardInterrupt:
+    except OSError as error:
+        _end(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+    except Exception as error:
+        wrong_usage = getattr(error, "format_message", None)  # of typer, and of click before it
+        if wrong_usage is None:
+            raise
+        _end(" ".join(wrong_usage().split()), 2)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    typer.echo(f"ebbtide: {message}", err=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

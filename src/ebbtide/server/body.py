@@ -60,39 +60,40 @@ def _too_large(limit: int) -> RequestError:
     )
 
 
-def parse_object(data: bytes | str) -> dict[str, Any]:
+def parse_object(data: bytes | str, what: str = "the body") -> dict[str, Any]:
     """Parse strict JSON: no NaN or infinity, no field twice, no half surrogate pairs, one object.
 
-    Raises ``RequestError`` (code ``invalid_json``).
+    Raises ``RequestError`` (code ``invalid_json``), whose sentence begins with ``what``.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except RequestError:
-        raise
+        if isinstance(value, dict):
+            return value
+        why = "it must be an object"
+    except _NotStrict as error:
+        why = str(error)
     except UnicodeEncodeError:
-        raise _invalid("it holds half of a surrogate pair, which is no text") from None
+        why = "it holds half of a surrogate pair, which is no text"
     except UnicodeDecodeError as error:
-        raise _invalid(f"byte {error.start} is not valid UTF-8") from None
+        why = f"byte {error.start} is not valid UTF-8"
     except json.JSONDecodeError as error:
-        raise _invalid(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+        why = f"{error.msg} at line {error.lineno}, column {error.colno}"
     except RecursionError:
-        raise _invalid("it is nested too deeply") from None
+        why = "it is nested too deeply"
     except ValueError:  # Python's limit on the digits of an integer
-        raise _invalid("it holds a number with too many digits") from None
-    if not isinstance(value, dict):
-        raise _invalid("it must be an object")
-    return value
+        why = "it holds a number with too many digits"
+    raise RequestError(f"{what} is not the JSON wanted here: {why}", code="invalid_json")
 
 
-def _invalid(why: str) -> RequestError:
-    return RequestError(f"the body is not the JSON this server takes: {why}", code="invalid_json")
+class _NotStrict(Exception):
+    """What the standard library's parser would let pass."""
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise _invalid(f"{name} is no JSON number")
+    raise _NotStrict(f"{name} is no JSON number")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -100,5 +101,5 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _invalid(f"the field {twice!r} stands twice")
+        raise _NotStrict(f"the field {twice[:60]!r} stands twice")
     return fields

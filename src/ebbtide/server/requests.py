@@ -220,7 +220,7 @@ def _read_options(body: Mapping[str, Any], given: dict[str, Any]) -> Options:
     _check_without_effect(body)
     return Options(
         model=fields.string(body, "model"),
-        sampling=_read_sampling(body, given),
+        sampling=read_sampling(body, given),
         stream=stream,
         include_usage=_include_usage(body, stream),
         priority=fields.integer(body, "priority", 0, -PRIORITY_BOUND, PRIORITY_BOUND - 1),
@@ -256,8 +256,10 @@ def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
     return fields.boolean(options, "include_usage", where="stream_options.")
 
 
-def _read_sampling(body: Mapping[str, Any], given: dict[str, Any]) -> SamplingParams:
-    values = given | {name: body[name] for name in _PLAIN if body.get(name) is not None}
+def read_sampling(body: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
+    """All sampling parameters of ``body`` but max_tokens and logprobs, which go by several names:
+    those are in ``given``. Raises ``InputError``."""
+    values = {**given, **{name: body[name] for name in _PLAIN if body.get(name) is not None}}
     values["stop"] = _read_stop(body.get("stop"))
     values["ignore_eos"] = fields.boolean(body, "ignore_eos")
     values["stop_token_ids"] = _read_stop_tokens(body.get("stop_token_ids"))
