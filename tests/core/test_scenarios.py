@@ -100,6 +100,22 @@ def test_sharers_of_a_load_wait_only_for_the_chunks_they_need() -> None:
     h.check_drained()
 
 
+def test_sharers_of_a_load_wait_for_every_group() -> None:
+    h = Harness(groups=(KVGroup(), KVGroup(window=50)))
+    h.warm("a", tokens(33), device=False)
+    h.add("long", tokens(33))
+    h.add("short", tokens(10))
+    h.schedule()
+    full, windowed = h.loads[:8], h.loads[8:]
+    h.move(*full)
+    assert h.schedule() is None
+    h.move(*windowed[:2])
+    assert "short" in fed(h.schedule())
+    h.run()
+    assert h.manager.counters.load_ok == 16
+    h.check_drained()
+
+
 @both
 def test_sharer_of_a_load_that_brings_only_a_window_does_not_wait_for_its_request_to_end(
     overlap: int,
