@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.engine.config import MIB, EngineConfig
 from ebbtide.engine.llm import LLM
+from ebbtide.params import SamplingParams
 
 FIRST = SamplingParams(temperature=0.0, max_tokens=1)
 

@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from torch.profiler import ProfilerActivity, profile
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import Row, StepPlan, Table, TransferResult
 from ebbtide.models.attention import plan_batch
 from ebbtide.models.checkpoint import Checkpoint
@@ -33,6 +32,7 @@ from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
 from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
 from ebbtide.models.sampler import Ask, sample
+from ebbtide.params import SamplingParams
 
 PREFILL_TOKENS = 1024
 PROMPT_TOKENS = 128  # before the first decode step that is timed

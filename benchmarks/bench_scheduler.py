@@ -22,11 +22,11 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import StepOutcome, StepPlan, TransferResult
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
+from ebbtide.params import SamplingParams
 
 BLOCK_SIZE, BLOCKS_PER_CHUNK = 16, 4
 STEPS_PER_ROUND = 16  # one block per request

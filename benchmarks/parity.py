@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.request import Drain
 from ebbtide.core.scheduler import Scheduler
 from ebbtide.engine.config import DEFAULT_MODEL, MIB
 from ebbtide.engine.llm import LLM, Completion
 from ebbtide.models.load import load_checkpoint
+from ebbtide.params import SamplingParams
 from reference import transformers_model
 
 OUTPUT_TOKENS = 64

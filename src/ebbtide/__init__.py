@@ -8,23 +8,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.core.errors import InputError, QueueFull
-    from ebbtide.core.params import RepetitionStop, SamplingParams
     from ebbtide.engine.async_engine import AsyncEngine
     from ebbtide.engine.config import EngineConfig
     from ebbtide.engine.llm import LLM, Completion
     from ebbtide.engine.output import Delta, Usage
+    from ebbtide.errors import EngineStopped, InputError, QueueFull
+    from ebbtide.params import RepetitionStop, SamplingParams
 
 _HOME = {
     "AsyncEngine": "ebbtide.engine.async_engine",
     "Completion": "ebbtide.engine.llm",
     "Delta": "ebbtide.engine.output",
     "EngineConfig": "ebbtide.engine.config",
-    "InputError": "ebbtide.core.errors",
+    "EngineStopped": "ebbtide.errors",
+    "InputError": "ebbtide.errors",
     "LLM": "ebbtide.engine.llm",
-    "QueueFull": "ebbtide.core.errors",
-    "RepetitionStop": "ebbtide.core.params",
-    "SamplingParams": "ebbtide.core.params",
+    "QueueFull": "ebbtide.errors",
+    "RepetitionStop": "ebbtide.params",
+    "SamplingParams": "ebbtide.params",
     "Usage": "ebbtide.engine.output",
 }
 
@@ -34,6 +35,7 @@ __all__ = [
     "Completion",
     "Delta",
     "EngineConfig",
+    "EngineStopped",
     "InputError",
     "QueueFull",
     "RepetitionStop",

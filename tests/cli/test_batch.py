@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli.batch import params_of, parse_line, run_batch
-from ebbtide.core.errors import InputError
-from ebbtide.core.params import RepetitionStop, SamplingParams
 from ebbtide.engine.config import MIB, EngineConfig
+from ebbtide.errors import InputError
+from ebbtide.params import RepetitionStop, SamplingParams
 
 CONFIG = EngineConfig(dtype="float32", kv_bytes=40 * MIB, host_bytes=0, max_length=512)
 

@@ -9,7 +9,7 @@ import pytest
 
 from ebbtide.cli import main as cli
 from ebbtide.cli.options import parse_bytes
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ import numpy as np
 from ebbtide.core.groups import KVGroup
 from ebbtide.core.keys import root_digest
 from ebbtide.core.output import Output
-from ebbtide.core.params import RepetitionStop, SamplingParams
 from ebbtide.core.plan import Direction, StepOutcome, StepPlan, Transfer, TransferResult
 from ebbtide.core.request import FinishReason, Request, State
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
@@ -29,6 +28,7 @@ from ebbtide.offload.arena import Arena
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.offload.mover import move
+from ebbtide.params import RepetitionStop, SamplingParams
 from ebbtide.testing import invariants
 from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
 

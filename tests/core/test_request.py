@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.core.keys import block_digest
-from ebbtide.core.params import RepetitionStop, SamplingParams
 from ebbtide.core.request import LEGAL, Drain, Request, State
+from ebbtide.params import RepetitionStop, SamplingParams
 
 
 def request(prompt: list[int], **params: object) -> Request:

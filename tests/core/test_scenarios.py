@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.core.errors import InputError, QueueFull
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.params import RepetitionStop
 from ebbtide.core.plan import StepPlan
 from ebbtide.core.request import FinishReason, State
+from ebbtide.errors import InputError, QueueFull
+from ebbtide.params import RepetitionStop
 
 from .harness import Harness, tokens
 

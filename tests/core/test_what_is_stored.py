@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.params import RepetitionStop
 from ebbtide.core.request import FinishReason, State
+from ebbtide.params import RepetitionStop
 
 from .harness import Harness, tokens
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from ebbtide.core.errors import InputError, QueueFull
-from ebbtide.core.params import RepetitionStop, SamplingParams
 from ebbtide.engine.async_engine import AsyncEngine
 from ebbtide.engine.config import MIB, EngineConfig
 from ebbtide.engine.llm import LLM
 from ebbtide.engine.output import Delta
+from ebbtide.errors import InputError, QueueFull
+from ebbtide.params import RepetitionStop, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SETTINGS = {"dtype": "float32", "kv_bytes": 40 * MIB, "host_bytes": 200 * MIB, "max_length": 1024}

@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from ebbtide.core.errors import InputError, QueueFull
 from ebbtide.core.output import Output
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import Direction, StepOutcome, StepPlan, Transfer, TransferResult
 from ebbtide.core.request import FinishReason
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
 from ebbtide.engine.loop import EngineLoop
+from ebbtide.errors import EngineStopped, QueueFull
 from ebbtide.offload.arena import Arena
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.offload.mover import Mover, move
+from ebbtide.params import SamplingParams
 from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
 
 BLOCK = 4
@@ -248,7 +248,7 @@ def test_closing_aborts_what_is_unfinished_and_refuses_what_comes_later() -> Non
         heard.wait_for_token("a")
         loop.close()
         assert "a" in heard.ends
-        with pytest.raises(InputError, match="stopped"):
+        with pytest.raises(EngineStopped, match="it was closed"):
             loop.add([("b", prompt(1), params(2))])
 
 
@@ -264,6 +264,32 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting() -> None:
         heard.wait("a")
         assert heard.ends["a"].finish is FinishReason.ERROR
         assert "a bug" in heard.ends["a"].message
-        with pytest.raises(InputError, match="a bug"):
+        with pytest.raises(EngineStopped, match="a bug"):
             loop.add([("b", prompt(1), params(2))])
-        loop.inspect(lambda scheduler: scheduler.end("a"))
+        with pytest.raises(EngineStopped, match="a bug"):
+            loop.inspect(lambda scheduler: scheduler.running)
+
+
+def test_a_reset_wakes_requests_that_waited_for_what_it_forgot() -> None:
+    release = threading.Event()
+
+    def fault(transfer: Transfer) -> str:
+        if transfer.direction is Direction.LOAD:
+            release.wait(20)
+        return ""
+
+    heard = Heard()
+    with running(heard, blocks=60, fault=fault) as loop:
+        for number in (1, 2, 3, 4, 5):
+            loop.add([(f"a{number}", prompt(number, 60), params(4))])
+            heard.wait(f"a{number}")
+        loop.add([("loads", prompt(1, 60), params(4))])
+        loop.add([("parked", prompt(1, 60), params(4))])
+        while loop.inspect(lambda scheduler: scheduler.loading) == 0:
+            time.sleep(0.01)
+        loop.reset()
+        heard.wait("parked")
+        assert "loads" not in heard.ends
+        release.set()
+        heard.wait("loads")
+    assert heard.tokens["loads"] == heard.tokens["parked"] == expected(1, 4, 60)

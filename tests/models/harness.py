@@ -9,12 +9,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import Row, StepOutcome, StepPlan, Table, Transfer, TransferResult
 from ebbtide.models.config import ModelConfig, RopeConfig
 from ebbtide.models.executor import TorchExecutor
 from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
+from ebbtide.params import SamplingParams
 
 torch.set_num_threads(1)  # tiny models: a second thread only costs
 

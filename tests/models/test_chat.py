@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import transformers
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.chat import ChatTemplate
 
 HELLO = [{"role": "user", "content": "hello <b>'&' é"}]

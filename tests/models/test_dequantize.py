@@ -9,7 +9,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models import dequantize as ours
 
 QUANTISED = [name for name in ours.known_types() if name not in ("F32", "F16", "F64", "BF16")]

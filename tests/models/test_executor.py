@@ -9,8 +9,8 @@ import weakref
 import pytest
 import torch
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import Direction, Row, StepPlan, Table, Transfer
+from ebbtide.params import SamplingParams
 
 from .harness import GREEDY, Driver, config_of, tiny
 

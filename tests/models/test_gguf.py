@@ -17,7 +17,7 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.checkpoint import Checkpoint
 from ebbtide.models.gguf_file import read_header
 from ebbtide.models.gguf_model import read_config

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.checkpoint import Checkpoint
 from ebbtide.models.hf_config import model_config
 from ebbtide.models.load import load_checkpoint

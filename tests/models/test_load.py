@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebbtide.core.errors import InputError
 from ebbtide.engine import config as engine
+from ebbtide.errors import InputError
 from ebbtide.models import load
 from ebbtide.models.load import find_model, load_checkpoint
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
+from ebbtide.params import SamplingParams
 
 from .harness import Driver, config_of, tiny
 

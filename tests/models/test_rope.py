@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.rope import rope_config, with_factors
 
 LLAMA3 = {

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.models.sampler import Ask, sample, uniform
+from ebbtide.params import SamplingParams
 
 VOCAB = 24
 PROMPT = [3, 4, 4, 5]

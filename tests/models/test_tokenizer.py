@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.gguf_file import read_header
 from ebbtide.models.gguf_tokenizer import SPLITS, build_tokenizer
 from ebbtide.models.load import DEFAULT_MODEL, find_model

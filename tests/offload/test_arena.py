@@ -5,7 +5,7 @@ import mmap
 import numpy as np
 import pytest
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.offload.arena import Arena, slot_bytes_for
 
 

@@ -7,10 +7,10 @@ import codecs
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ebbtide.core.errors import InputError, QueueFull
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import TokenLogprob
 from ebbtide.engine.output import Delta, EngineStats, Usage
+from ebbtide.errors import EngineStopped, InputError, QueueFull
+from ebbtide.params import SamplingParams
 
 END = 256  # the one token that is no byte
 VOCABULARY = 257
@@ -97,6 +97,7 @@ class FakeEngine:
         self.failing: frozenset[int] = frozenset()
         self.crash: Exception | None = None
         self.waiting_max = 10_000
+        self.stopped = False
         self.requests: list[dict[str, Any]] = []
         self.unfinished = 0
         self.aborted = 0
@@ -114,6 +115,8 @@ class FakeEngine:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if any(not 0 <= token < VOCABULARY for token in tokens):
             raise InputError(f"prompt has a token id outside of 0..{VOCABULARY - 1}", "prompt")
+        if self.stopped:
+            raise EngineStopped("the engine has stopped: a bug")
         if self.unfinished >= self.waiting_max:
             raise QueueFull(f"{self.unfinished} requests are waiting already; try again later")
         self.requests.append(

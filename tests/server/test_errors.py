@@ -315,6 +315,16 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         assert (engine.unfinished, engine.aborted) == (0, 3)
 
 
+def test_a_stopped_engine_is_the_servers_fault() -> None:
+    engine = FakeEngine()
+    engine.stopped = True
+    with served(engine) as server:
+        for answer in (server.chat(), server.completion(stream=True)):
+            error = problem(answer, 503)
+            assert (error["code"], error["type"]) == ("engine_error", "server_error")
+            assert "a bug" in error["message"]
+
+
 def test_an_engine_error_is_the_answer() -> None:
     engine = FakeEngine()
     engine.failing = frozenset({1})

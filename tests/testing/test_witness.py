@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import Direction, Row, StepPlan, Table, Transfer, TransferResult
+from ebbtide.params import SamplingParams
 from ebbtide.testing.witness import (
     WitnessExecutor,
     WitnessMemory,

@@ -22,11 +22,11 @@ from rich.progress import Progress
 
 from ebbtide.cli.options import Failure
 from ebbtide.cli.progress import loading
-from ebbtide.core.errors import InputError, QueueFull
-from ebbtide.core.params import SamplingParams
 from ebbtide.engine.async_engine import AsyncEngine
 from ebbtide.engine.config import EngineConfig
 from ebbtide.engine.llm import Completion
+from ebbtide.errors import InputError, QueueFull
+from ebbtide.params import SamplingParams
 from ebbtide.server.body import parse_object
 from ebbtide.server.fields import check_names, is_token_list
 from ebbtide.server.messages import read_messages

@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from ebbtide.cli.progress import loading
-from ebbtide.core.errors import InputError
-from ebbtide.core.params import SamplingParams
 from ebbtide.engine.async_engine import AsyncEngine
 from ebbtide.engine.config import EngineConfig
 from ebbtide.engine.output import Usage
+from ebbtide.errors import InputError
+from ebbtide.params import SamplingParams
 
 HELP = "/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 Messages = list[dict[str, Any]]

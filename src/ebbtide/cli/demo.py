@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.engine.async_engine import AsyncEngine
 from ebbtide.engine.config import DEFAULT_MODEL, MIB, EngineConfig
 from ebbtide.engine.output import Usage
+from ebbtide.params import SamplingParams
 
 ANSWER_TOKENS = 20
 POOL_TOKENS = 1600

@@ -9,8 +9,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from ebbtide.cli import options
-from ebbtide.core.errors import InputError
 from ebbtide.engine.config import DEFAULT_MODEL
+from ebbtide.errors import InputError
 
 app = typer.Typer(
     name="ebbtide",
@@ -59,7 +59,7 @@ def chat(
 ) -> None:
     """Talk to a model. Reads one message from a pipe, or a conversation from the terminal."""
     from ebbtide.cli.chat import run_chat
-    from ebbtide.core.params import SamplingParams
+    from ebbtide.params import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     run_chat(engine.config, params, system)

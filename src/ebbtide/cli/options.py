@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ebbtide.core.errors import InputError
 from ebbtide.engine.config import DEFAULT_MODEL, EngineConfig
+from ebbtide.errors import InputError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ebbtide.core.params import SamplingParams
+from ebbtide.params import SamplingParams
 
 
 class Table(NamedTuple):

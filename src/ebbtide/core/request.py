@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 
 from ebbtide.core.keys import block_digest
 from ebbtide.core.ledger import Cause, Ledger, Span
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import Table
-from ebbtide.core.repetition import RepetitionDetector
+from ebbtide.params import RepetitionDetector, SamplingParams
 
 
 class State(enum.Enum):

@@ -22,16 +22,16 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ebbtide.core.errors import InputError, QueueFull
 from ebbtide.core.groups import KVGroup
 from ebbtide.core.keys import root_digest
 from ebbtide.core.kv_manager import KVManager
 from ebbtide.core.ledger import Cause, Source, Span
 from ebbtide.core.output import Counters, Output, Report
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import Row, StepOutcome, StepPlan, TokenLogprob, Transfer, TransferResult
 from ebbtide.core.ports import Offload
 from ebbtide.core.request import Drain, FinishReason, Request, State
+from ebbtide.errors import InputError, QueueFull
+from ebbtide.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.engine.config import EngineConfig
 from ebbtide.engine.engine import Engine, Progress
 from ebbtide.engine.output import Delta, EngineStats
+from ebbtide.params import SamplingParams
 
 
 class AsyncEngine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MIB = 1 << 20

@@ -10,17 +10,17 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.core.errors import InputError
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
 from ebbtide.engine.config import MIB, EngineConfig
 from ebbtide.engine.loop import EngineLoop
 from ebbtide.engine.output import EngineStats
 from ebbtide.engine.streams import Sink, Streams, check_token_ids, resolve
+from ebbtide.errors import InputError
 from ebbtide.offload.arena import Arena, slot_bytes_for
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.offload.mover import Mover, move
+from ebbtide.params import SamplingParams
 
 if TYPE_CHECKING:
     from ebbtide.models.checkpoint import Checkpoint
@@ -104,7 +104,7 @@ class Engine:
     ) -> list[str]:
         """Queue ``params.n`` sequences; their deltas go to ``sink``, on the engine's thread.
 
-        Returns the sequences' names, for ``abort``. Raises InputError, QueueFull.
+        Returns the sequences' names, for ``abort``. Raises InputError, QueueFull, EngineStopped.
         """
         tokens = self.encode(prompt)
         params = resolve(params, self.tokenizer, self.generation)
@@ -124,7 +124,7 @@ class Engine:
                 cache_salt=cache_salt,
                 fail_on_lost_kv=fail_on_lost_kv,
             )
-        except InputError:
+        except BaseException:
             self._streams.discard(ids)
             raise
         return ids
@@ -273,7 +273,7 @@ def _scheduler_config(
         block_size=config.block_size,
         groups=layout.groups,
         length_max=length_max,
-        batch_max=config.max_batch,
+        batch_max=min(config.max_batch, config.max_step_tokens),  # so that all decode in a step
         step_tokens_max=config.max_step_tokens,
         waiting_max=config.max_waiting,
         overlap=config.overlap,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbtide.core.errors import InputError, QueueFull
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import TokenLogprob
 from ebbtide.engine.config import DEFAULT_MODEL, EngineConfig
 from ebbtide.engine.engine import Engine, Progress
 from ebbtide.engine.output import Delta, EngineStats, Usage
+from ebbtide.errors import InputError, QueueFull
+from ebbtide.params import SamplingParams
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]

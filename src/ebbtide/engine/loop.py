@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ebbtide.core.errors import InputError
 from ebbtide.core.output import Output
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import Executor, StepFuture, StepPlan
 from ebbtide.core.request import FinishReason
 from ebbtide.core.scheduler import Scheduler
+from ebbtide.errors import EngineStopped, InputError
 from ebbtide.offload.mover import Mover
+from ebbtide.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +55,9 @@ class EngineLoop:
     def add(
         self, requests: Iterable[tuple[str, list[int], SamplingParams]], **options: Any
     ) -> None:
-        """Queue requests, all or none of them. Raises InputError, QueueFull."""
+        """Queue requests, all or none of them. Raises InputError, QueueFull, EngineStopped."""
         with self._wake:
-            if self._failure is not None or self._closing:
-                raise InputError(f"the engine has stopped: {self._failure or 'it was closed'}")
+            self._check()
             added: list[str] = []
             try:
                 for request_id, prompt, params in requests:
@@ -84,11 +83,17 @@ class EngineLoop:
         """Forget all cached KV, on the device and below."""
         with self._wake:
             self._scheduler.reset()
+            self._wake.notify()
 
     def inspect(self, look: Callable[[Scheduler], Any]) -> Any:
-        """What ``look`` reads from the scheduler between two decisions."""
+        """What ``look`` reads from the scheduler between two decisions. Raises EngineStopped."""
         with self._wake:
+            self._check()
             return look(self._scheduler)
+
+    def _check(self) -> None:
+        if self._failure is not None or self._closing:
+            raise EngineStopped(f"the engine has stopped: {self._failure or 'it was closed'}")
 
     def close(self) -> None:
         """Abort what is unfinished, wait for what is in flight, stop all threads."""

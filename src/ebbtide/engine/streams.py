@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ebbtide.core.errors import InputError
 from ebbtide.core.ledger import Cause, Source
 from ebbtide.core.output import Output, Report
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.request import FinishReason
 from ebbtide.engine.output import Delta, Usage
 from ebbtide.engine.stop_strings import StopStrings
+from ebbtide.errors import InputError
 from ebbtide.models.tokenizer import Detokenizer, Tokenizer
+from ebbtide.params import SamplingParams
 
 Sink = Callable[[Delta], None]  # called on the engine's thread
 

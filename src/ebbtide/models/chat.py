@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 
 VALUES_PER_PIECE = 32_000  # torch works on up to 32768 values in one thread
 BLOCKS_PER_PIECE = VALUES_PER_PIECE // 32

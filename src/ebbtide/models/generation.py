@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ebbtide.core.errors import InputError
-from ebbtide.core.params import SamplingParams
+from ebbtide.errors import InputError
+from ebbtide.params import SamplingParams
 
 GGUF_NAMES = {
     "general.sampling.temp": "temperature",

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.config import ModelConfig, RopeConfig
 from ebbtide.models.dequantize import dequantize
 from ebbtide.models.gguf_file import GGUFFile, TensorInfo

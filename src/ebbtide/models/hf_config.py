@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.config import ModelConfig
 from ebbtide.models.rope import rope_config
 from ebbtide.models.weights import check_sizes, require_architecture, require_layers

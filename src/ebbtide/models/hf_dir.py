@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.checkpoint import Checkpoint
 from ebbtide.models.config import ModelConfig
 from ebbtide.models.generation import from_hugging_face

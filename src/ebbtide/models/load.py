@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.checkpoint import Checkpoint
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

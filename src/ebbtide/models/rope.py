@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.config import RopeConfig
 
 

@@ -29,8 +29,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import TokenLogprob
+from ebbtide.params import SamplingParams
 
 T = TypeVar("T")
 

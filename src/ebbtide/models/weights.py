@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.models.config import ModelConfig
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")

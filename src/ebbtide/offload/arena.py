@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.server.config import ServerConfig
 from ebbtide.server.errors import ServerFailure, error_object, error_response, json_response
 from ebbtide.server.generation import ClientGone

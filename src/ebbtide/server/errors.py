@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from ebbtide.core.errors import InputError, QueueFull
+from ebbtide.errors import EngineStopped, InputError, QueueFull
 
 MESSAGE_CHARACTERS_MAX = 500
 RETRY_AFTER_S = 1
@@ -52,6 +52,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         code = getattr(error, "code", None)
         body = error_object(str(error), "invalid_request_error", error.field, code)
         return getattr(error, "status", 400), body, {}
+    if isinstance(error, EngineStopped):
+        error = ServerFailure(str(error), code="engine_error", status=503)
     if isinstance(error, ServerFailure):
         headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}
         return error.status, error_object(str(error), "server_error", code=error.code), headers

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.core.errors import InputError
-from ebbtide.core.params import RepetitionStop, SamplingParams
+from ebbtide.errors import InputError
+from ebbtide.params import RepetitionStop, SamplingParams
 from ebbtide.server import fields
 from ebbtide.server.errors import RequestError
 from ebbtide.server.messages import read_messages

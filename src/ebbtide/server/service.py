@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 from ebbtide.server.answers import DONE, Answer, ChatAnswer, CompletionAnswer
 from ebbtide.server.body import read_json
 from ebbtide.server.config import ServerConfig

@@ -23,17 +23,17 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-from ebbtide.core.errors import InputError
 from ebbtide.core.ledger import Cause
 from ebbtide.core.output import Output
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import StepOutcome, StepPlan, Transfer, TransferResult
 from ebbtide.core.request import FinishReason, Request
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
+from ebbtide.errors import InputError
 from ebbtide.offload.arena import Arena
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.offload.policies import LRU, EvictionPolicy
+from ebbtide.params import SamplingParams
 from ebbtide.testing import invariants
 from ebbtide.testing.faulty import FaultyMemory
 from ebbtide.testing.probes import Probes

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.params import SamplingParams
 from ebbtide.core.plan import Row, StepOutcome, StepPlan, Transfer, TransferResult
+from ebbtide.params import SamplingParams
 
 MASK = (1 << 64) - 1
 VOCABULARY = 50

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.params import RepetitionStop, SamplingParams
+from ebbtide.params import RepetitionStop, SamplingParams
 
 NEVER_S = 1e9
 GROUPS = (

@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.core.params import RepetitionStop
-from ebbtide.core.repetition import RepetitionDetector
+from ebbtide.params import RepetitionDetector, RepetitionStop
 
 
 def repeats(output: list[int], rule: RepetitionStop) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ebbtide.core.errors import InputError
+from ebbtide.errors import InputError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -29,6 +29,28 @@ class RepetitionStop:
     def __post_init__(self) -> None:
         _integer("max_pattern_size", self.max_pattern_size, 1, 512)
         _integer("min_count", self.min_count, 2, 1_000)
+
+
+class RepetitionDetector:
+    """Whether the output ends in one pattern of 1..``max_pattern_size`` tokens said ``min_count`` times.
+
+    An output of period p that is said k times has (k - 1) p tokens that equal the token p places
+    before them. So it is enough to keep, for every p, the length of the run of such tokens.
+    """
+
+    def __init__(self, rule: RepetitionStop) -> None:
+        self._rule = rule
+        self._runs = [0] * (rule.max_pattern_size + 1)
+
+    def push(self, tokens: list[int], output_length: int) -> bool:
+        """Call after each new token; ``tokens`` end in the output. True once it repeats."""
+        token = tokens[-1]
+        found = False
+        for period in range(1, min(self._rule.max_pattern_size, output_length - 1) + 1):
+            same = tokens[-1 - period] == token
+            self._runs[period] = self._runs[period] + 1 if same else 0
+            found = found or self._runs[period] >= period * (self._rule.min_count - 1)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The one error that bad input raises. Its text is a sentence a person can act on."""
+"""Errors that callers are to catch. Their text is a sentence that a person can act on."""
 
 
 class InputError(ValueError):
@@ -14,3 +14,7 @@ class InputError(ValueError):
 
 class QueueFull(InputError):
     """The engine holds as many unfinished requests as it may. Trying again later can succeed."""
+
+
+class EngineStopped(RuntimeError):
+    """The engine was closed, or stopped because of a bug of ours: no request is answered any more."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.core.errors import InputError
-from ebbtide.core.params import RepetitionStop, SamplingParams
+from ebbtide.errors import InputError
+from ebbtide.params import RepetitionStop, SamplingParams
 
 
 @pytest.mark.parametrize(
