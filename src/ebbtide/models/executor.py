@@ -16,6 +16,7 @@ from ebbtide.models.attention import plan_batch
 from ebbtide.models.kv import KVMemory
 from ebbtide.models.llama import LlamaModel
 from ebbtide.models.sampler import Ask, sample
+from ebbtide.models.threads import release_idle_threads
 
 
 class TorchExecutor:
@@ -23,6 +24,9 @@ class TorchExecutor:
 
     load: does one of a plan's loads, on the worker thread, before the plan's compute. Where its
     result has an ``error``, the destination blocks are reported as invalid; the step goes on.
+
+    The worker computes with as many threads as PyTorch is set to when the executor is made; no other
+    thread should run large PyTorch operations beside it (``models/threads.py`` says what they cost).
 
     After a step that failed, a row of the next plan that waits for its token is fed token 0: the
     scheduler drops what that row brings, and the rows beside it are right.
@@ -36,7 +40,13 @@ class TorchExecutor:
         self._kv = kv
         self._load = load
         self._sampled: Mapping[str, int] | None = {}  # by the last plan; None: it failed
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ebbtide-step")
+        release_idle_threads()  # those that building the model took
+        self._worker = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="ebbtide-step",
+            initializer=torch.set_num_threads,
+            initargs=(torch.get_num_threads(),),
+        )
 
     def submit(self, plan: StepPlan) -> Future[StepOutcome]:
         """Queue a plan. Raises ``RuntimeError`` after ``close``."""

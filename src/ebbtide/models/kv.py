@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from ebbtide.core.groups import KVGroup
@@ -102,14 +103,22 @@ class KVMemory:
         self.positions = self.blocks.view(num_blocks * per_group * block_size, -1)
         self.runs = self.blocks.view(num_blocks * per_group, -1)
         self._bytes = self.blocks.view(num_blocks, -1).view(torch.uint8)
+        # On a CPU, numpy copies: PyTorch would start OpenMP threads in whoever moves a block.
+        self._host = self._bytes.numpy() if self.blocks.device.type == "cpu" else None
 
     def load(self, block: int, source: Any) -> None:
         """Fill a block from ``source``: a uint8 array of ``block_bytes`` in host memory."""
-        self._bytes[block].copy_(torch.from_numpy(source))
+        if self._host is None:
+            self._bytes[block].copy_(torch.from_numpy(source))
+        else:
+            np.copyto(self._host[block], source)
 
     def store(self, block: int, target: Any) -> None:
         """Copy a block into ``target``: a writable uint8 array of ``block_bytes`` in host memory."""
-        torch.from_numpy(target).copy_(self._bytes[block])
+        if self._host is None:
+            torch.from_numpy(target).copy_(self._bytes[block])
+        else:
+            np.copyto(target, self._host[block])
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill blocks with zeros."""
