@@ -3,20 +3,25 @@
 The same weights, bfloat16. Both engines, and the machine's limits, are measured in turns, several
 rounds of each, so that whatever else the machine does hits all of them; the ratio is the median of
 the rounds' ratios. transformers runs its cached forward with each of its caches, and the faster one
-counts, case by case.
+counts, case by case. Each engine has a process of its own, which sleeps while the other is measured:
+in one process, their OpenMP threads would slow each other down.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -38,6 +43,7 @@ PREFILL_TOKENS = 1024
 PROMPT_TOKENS = 128  # before the first decode step that is timed
 STEPS = 12  # decode steps per round
 BATCHES = (1, 8, 32)
+CACHES = ("dynamic", "static")
 BLOCK_SIZE = 16
 TARGETS = {"prefill": 1.1, "decode 1": 2.0, "decode 8": 2.2}
 GREEDY = SamplingParams(temperature=0.0).with_defaults({})
@@ -63,13 +69,22 @@ class Ours:
 
     def __init__(self, checkpoint: Checkpoint, num_blocks: int) -> None:
         self.layout = layout_for(checkpoint.config, BLOCK_SIZE, torch.bfloat16)
-        self.kv = KVMemory(self.layout, num_blocks, "cpu")
+        self.kv = KVMemory(self.layout, num_blocks * len(self.layout.groups), "cpu")
         self.model = LlamaModel(checkpoint.config, checkpoint.weights, self.layout)
-        self.executor = TorchExecutor(self.model, self.kv, TransferResult)
+        self._executor = TorchExecutor(self.model, self.kv, TransferResult)
+        self._rows: list[Row] = []
         self._free = 0
 
-    def start(self, prompts: list[list[int]]) -> list[Row]:
-        """Rows that feed these prompts, in blocks that other rows may have used before."""
+    def prefill(self, prompts: list[list[int]]) -> float:
+        """Feed prompts in one step, in blocks that others may have used before. Returns seconds."""
+        self._rows = self.rows(prompts)
+        return seconds(self._step)
+
+    def decode(self, steps: int) -> float:
+        """Seconds for this many steps of what was last fed."""
+        return seconds(lambda: [self._step() for _ in range(steps)])
+
+    def rows(self, prompts: list[list[int]]) -> list[Row]:
         self._free = 0
         return [
             self._row(f"r{i}", list(prompt), 0, self._tables()) for i, prompt in enumerate(prompts)
@@ -86,43 +101,86 @@ class Ours:
                 self._free += 1
         return Row(name, tokens, end, start, end, tables, GREEDY, 0)
 
-    def step(self, rows: list[Row]) -> list[Row]:
-        """Run the rows; what they are to feed next."""
+    def _step(self) -> None:
+        rows = self._rows
         plan = StepPlan(0, rows, (), sum(row.end - row.start for row in rows))
-        outcome = self.executor.submit(plan).result()
+        outcome = self._executor.submit(plan).result()
         if outcome.error is not None:
             raise outcome.error
         for row, token in zip(rows, outcome.tokens, strict=True):
             row.tokens.append(token)
-        return [self._row(row.request_id, row.tokens, row.end, row.tables) for row in rows]
+        self._rows = [self._row(row.request_id, row.tokens, row.end, row.tables) for row in rows]
+
+    def breakdown(self, prompts: list[list[int]], decode: bool) -> dict[str, float]:
+        self.prefill(prompts)
+        return breakdown(self, self._rows if decode else self.rows(prompts))
 
 
 class Theirs:
-    """transformers with the same weights and one kind of cache."""
+    """transformers with the same weights and either of its caches, "dynamic" or "static"."""
 
-    def __init__(self, model: transformers.PreTrainedModel, static: bool) -> None:
-        self.model = model
-        self._static = static
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._model = reference(checkpoint)
+        self._caches: dict[str, transformers.Cache] = {}
+        self._next: dict[str, torch.Tensor] = {}
+
+    def prefill(self, kind: str, prompts: list[list[int]], positions: int) -> float:
+        """Seconds to feed prompts. positions: how many the cache will have to hold."""
+        config = self._model.config
+        self._next[kind] = torch.tensor(prompts)
+
+        def work() -> None:
+            self._caches[kind] = (
+                transformers.StaticCache(config=config, max_cache_len=positions)
+                if kind == "static"
+                else transformers.DynamicCache(config=config)
+            )
+            self._forward(kind)
+
+        return seconds(work)
+
+    def decode(self, kind: str, steps: int) -> float:
+        """Seconds for this many steps of what was last fed."""
+        return seconds(lambda: [self._forward(kind) for _ in range(steps)])
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], positions: int) -> None:
-        """Feed prompts. positions: how many the cache will have to hold."""
-        config = self.model.config
-        self._cache = (
-            transformers.StaticCache(config=config, max_cache_len=positions)
-            if self._static
-            else transformers.DynamicCache(config=config)
-        )
-        self._forward(torch.tensor(prompts))
+    def _forward(self, kind: str) -> None:
+        cache = self._caches[kind]
+        out = self._model(self._next[kind], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._next[kind] = out.logits[:, -1].argmax(-1, keepdim=True)
+        self._next[kind].tolist()  # a generation loop looks at every token
 
-    @torch.inference_mode()
-    def decode(self) -> None:
-        self._forward(self._next)
 
-    def _forward(self, tokens: torch.Tensor) -> None:
-        out = self.model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._next = out.logits[:, -1].argmax(-1, keepdim=True)
-        self._next.tolist()  # a generation loop looks at every token
+def serve(connection: Connection, theirs: bool, model: str, threads: int, blocks: int) -> None:
+    """A process with one engine: answers (method, arguments) with what the method returns."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(threads)
+    checkpoint = load_checkpoint(model, torch.bfloat16)
+    engine = Theirs(checkpoint) if theirs else Ours(checkpoint, blocks)
+    connection.send(None)
+    while (call := connection.recv()) is not None:
+        method, arguments = call
+        connection.send(getattr(engine, method)(*arguments))
+
+
+class Remote:
+    """An engine in a process of its own."""
+
+    def __init__(self, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, child = context.Pipe()
+        self._process = context.Process(target=serve, args=(child, *arguments), daemon=True)
+        self._process.start()
+        child.close()
+        self._connection.recv()
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        self._connection.send((method, arguments))
+        return self._connection.recv()
+
+    def close(self) -> None:
+        self._connection.send(None)
+        self._process.join()
 
 
 def reference(checkpoint: Checkpoint) -> transformers.PreTrainedModel:
@@ -187,7 +245,7 @@ def weight_counts(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def measure(
-    contenders: dict[str, Callable[[], object]], limits: Limits, rounds: int, tokens: int
+    contenders: dict[str, Callable[[], float]], limits: Limits, rounds: int, tokens: int
 ) -> dict[str, list[float]]:
     """tokens/s of each contender in each round. The order turns round with every round."""
     rates: dict[str, list[float]] = {name: [] for name in contenders}
@@ -197,7 +255,7 @@ def measure(
         limits.measure()
         names = list(contenders)
         for name in names if number % 2 == 0 else reversed(names):
-            rates[name].append(tokens / seconds(contenders[name]))
+            rates[name].append(tokens / contenders[name]())
     return rates
 
 
@@ -222,62 +280,46 @@ def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
 
 
 def bench_prefill(
-    ours: Ours, caches: dict[str, Theirs], limits: Limits, rounds: int
+    ours: Remote, theirs: Remote, limits: Limits, rounds: int, vocab: int
 ) -> dict[str, list[float]]:
-    prompts = random_prompts(ours.model.config.vocab_size, 1, PREFILL_TOKENS)
-
-    def prefill(engine: Theirs) -> Callable[[], None]:
-        return lambda: engine.prefill(prompts, PREFILL_TOKENS)
-
-    contenders: dict[str, Callable[[], object]] = {
-        "ebbtide": lambda: ours.step(ours.start(prompts))
+    prompts = random_prompts(vocab, 1, PREFILL_TOKENS)
+    contenders = {"ebbtide": partial(ours, "prefill", prompts)}
+    contenders |= {
+        kind: partial(theirs, "prefill", kind, prompts, PREFILL_TOKENS) for kind in CACHES
     }
-    contenders |= {name: prefill(engine) for name, engine in caches.items()}
     return measure(contenders, limits, rounds, PREFILL_TOKENS)
 
 
 def bench_decode(
-    ours: Ours, caches: dict[str, Theirs], limits: Limits, rounds: int, batch: int
+    ours: Remote, theirs: Remote, limits: Limits, rounds: int, vocab: int, batch: int
 ) -> dict[str, list[float]]:
-    prompts = random_prompts(ours.model.config.vocab_size, batch, PROMPT_TOKENS)
-    rows = ours.step(ours.start(prompts))
-    for engine in caches.values():
-        engine.prefill(prompts, PROMPT_TOKENS + STEPS * (rounds + 1))
-
-    def decode_ours() -> None:
-        nonlocal rows
-        for _ in range(STEPS):
-            rows = ours.step(rows)
-
-    def decode_theirs(engine: Theirs) -> Callable[[], None]:
-        return lambda: [engine.decode() for _ in range(STEPS)] and None
-
-    contenders: dict[str, Callable[[], object]] = {"ebbtide": decode_ours}
-    contenders |= {name: decode_theirs(engine) for name, engine in caches.items()}
+    prompts = random_prompts(vocab, batch, PROMPT_TOKENS)
+    ours("prefill", prompts)
+    contenders = {"ebbtide": partial(ours, "decode", STEPS)}
+    for kind in CACHES:
+        theirs("prefill", kind, prompts, PROMPT_TOKENS + STEPS * (rounds + 1))
+        contenders[kind] = partial(theirs, "decode", kind, STEPS)
     return measure(contenders, limits, rounds, batch * STEPS)
 
 
 GROUPS = {
     "linear": ("_linear_pointwise", "::addmm", "::mm", "::linear"),
-    "attention": ("scaled_dot_product", "::index_select", "::index_copy", "::index_fill"),
+    "attention": ("scaled_dot_product", "::index_", "::bmm", "softmax"),
 }
 
 
 @torch.inference_mode()
-def breakdown(ours: Ours, prompts: list[list[int]], decode: bool) -> dict[str, float]:
+def breakdown(ours: Ours, rows: list[Row]) -> dict[str, float]:
     """Milliseconds of one step, by what they went to: the least of several runs of each part.
 
     Inside the forward pass the profiler says how the time splits; what no operator accounts for is
-    Python and dispatch ("other"; the profiler's own cost is in there too, so it is scaled away).
+    Python and dispatch. What profiling itself costs is scaled away.
     """
-    rows = ours.start(prompts)
-    if decode:
-        rows = ours.step(rows)
     device = torch.device("cpu")
     batch = plan_batch(rows, {}, ours.layout, device)
     logits = ours.model.forward(batch, ours.kv)
     asks = [Ask(GREEDY, 0, row.tokens, row.end) for row in rows]
-    runs = 15 if decode else 3
+    runs = 3 if len(batch.tokens) > PROMPT_TOKENS else 15
     plan_s = min(seconds(lambda: plan_batch(rows, {}, ours.layout, device)) for _ in range(runs))
     forward_s = min(seconds(lambda: ours.model.forward(batch, ours.kv)) for _ in range(runs))
     sample_s = min(seconds(lambda: sample(logits, asks)) for _ in range(runs))
@@ -326,24 +368,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(args.threads)
+    positions = PROMPT_TOKENS + STEPS * (args.rounds + 2)
+    blocks = max(args.batches) * (positions // BLOCK_SIZE + 1) + PREFILL_TOKENS // BLOCK_SIZE + 1
     checkpoint = load_checkpoint(args.model, torch.bfloat16)
-    positions = PROMPT_TOKENS + STEPS * (args.rounds + 1)
-    per_row = -(-positions // BLOCK_SIZE) + 1
-    blocks = max(max(args.batches) * per_row, PREFILL_TOKENS // BLOCK_SIZE + 1)
-    ours = Ours(checkpoint, blocks * len(layout_for(checkpoint.config, 16, torch.bfloat16).groups))
-    model = reference(checkpoint)
-    caches = {"dynamic": Theirs(model, static=False), "static": Theirs(model, static=True)}
+    vocab = checkpoint.config.vocab_size
     limits, layers, head = Limits(), *weight_counts(checkpoint)
+    del checkpoint
+    ours, theirs = (Remote(t, args.model, args.threads, blocks) for t in (False, True))
 
-    rates = {"prefill": bench_prefill(ours, caches, limits, args.rounds)}
+    rates = {"prefill": bench_prefill(ours, theirs, limits, args.rounds, vocab)}
     for batch in args.batches:
-        rates[f"decode {batch}"] = bench_decode(ours, caches, limits, args.rounds, batch)
+        rates[f"decode {batch}"] = bench_decode(ours, theirs, limits, args.rounds, vocab, batch)
     results = []
     for case, measured in rates.items():
         if case == "prefill":
@@ -356,12 +396,12 @@ def main() -> None:
             by = "reading the weights" if read < multiply else "multiplying with the weights"
         results.append(result(case, measured, limit, by))
 
-    vocab = checkpoint.config.vocab_size
-    parts = {"prefill": breakdown(ours, random_prompts(vocab, 1, PREFILL_TOKENS), decode=False)}
+    parts = {"prefill": ours("breakdown", random_prompts(vocab, 1, PREFILL_TOKENS), False)}
     for batch in args.batches:
         prompts = random_prompts(vocab, batch, PROMPT_TOKENS)
-        parts[f"decode {batch}"] = breakdown(ours, prompts, decode=True)
-    ours.executor.close()
+        parts[f"decode {batch}"] = ours("breakdown", prompts, True)
+    ours.close()
+    theirs.close()
 
     console = Console(width=120)
     show(console, results, parts)

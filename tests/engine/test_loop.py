@@ -279,13 +279,15 @@ def test_a_reset_wakes_requests_that_waited_for_what_it_forgot() -> None:
         return ""
 
     heard = Heard()
-    with running(heard, blocks=60, fault=fault) as loop:
-        for number in (1, 2, 3, 4, 5):
+    with running(heard, blocks=60, slots=80, fault=fault) as loop:
+        for number in range(1, 10):  # enough to push the first one off the device
             loop.add([(f"a{number}", prompt(number, 60), params(4))])
             heard.wait(f"a{number}")
         loop.add([("loads", prompt(1, 60), params(4))])
         loop.add([("parked", prompt(1, 60), params(4))])
-        while loop.inspect(lambda scheduler: scheduler.loading) == 0:
+        deadline = time.monotonic() + 20
+        while loop.inspect(lambda scheduler: (scheduler.loading, scheduler.waiting)) != (1, 1):
+            assert time.monotonic() < deadline, "nothing had to be loaded"
             time.sleep(0.01)
         loop.reset()
         heard.wait("parked")
