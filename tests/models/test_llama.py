@@ -125,6 +125,32 @@ def test_products_with_fixed_weights(dtype, rows):
     torch.testing.assert_close(SwiGLU(weight, up)(x).float(), gated, **near)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_small_batches_in_float32(rows):
+    """Weights kept in float16 beside bfloat16 give the more exact of two results."""
+    generator = torch.Generator().manual_seed(4)
+    weight, up = torch.randn(2, 48, 32, generator=generator).to(torch.bfloat16)
+    bias = torch.randn(48, generator=generator).to(torch.bfloat16)
+    x = torch.randn(rows, 32, generator=generator)
+    linear, gated = Linear(weight, bias, True), SwiGLU(weight, up, True)
+    if not linear.takes_float32:
+        pytest.skip("no such product on this machine")
+    wide = functional.linear(x, weight.float(), bias.float())
+    torch.testing.assert_close(linear(x), wide, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(linear.add(x, wide), wide + wide, atol=1e-4, rtol=1e-4)
+    expected = functional.silu(wide - bias.float()) * functional.linear(x, up.float())
+    torch.testing.assert_close(gated(x), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_that_float16_does_not_hold_stay_bfloat16(mixed):
+    weight = torch.full((8, 8), 1e5, dtype=torch.bfloat16)
+    assert not Linear(weight, small_batches=True).takes_float32
+    weights = {name: value * 1e5 for name, value in mixed.state_dict().items()}
+    driver = Driver(config_of(mixed), weights, dtype=torch.bfloat16)
+    driver.run([driver.add([1, 2, 3])], 512, 3)
+    driver.close()
+
+
 def test_only_bfloat16_weights_on_a_cpu_are_packed():
     assert not can_pack(torch.zeros(8, 8))
     assert not can_pack(torch.zeros(8, 8, dtype=torch.bfloat16, device="meta"))

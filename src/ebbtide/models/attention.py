@@ -296,8 +296,10 @@ def _plan_prefill(
 def attend(qkv: Tensor, group: GroupBatch, slot: int, kv: KVMemory, out: Tensor) -> None:
     """One layer's attention. Writes the step's keys and values, then reads what each row sees.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], rotated. out: [tokens, heads * head_dim].
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], rotated. out: [tokens, heads * head_dim]. Where
+    these are wider than the KV, they are rounded to it.
     """
+    qkv = qkv.to(kv.layout.dtype)
     kv_heads, dim = kv.layout.kv_heads, kv.layout.head_dim
     width = out.shape[1]
     kernel = attend_by_products if qkv.device.type == "cpu" else attend_fused

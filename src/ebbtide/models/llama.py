@@ -42,6 +42,12 @@ class RMSNorm:
         return wide.mul_(scale).mul_(self._weight).to(x.dtype)
 
 
+# A small model's weights are kept twice on a CPU that computes in bfloat16, the second time in the
+# form that is fastest for a few rows, whose activations are then float32 (see ``Linear``).
+SMALL_MODEL_WEIGHTS = 1 << 29
+SMALL_STEP_TOKENS = 4
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One layer's weights, and where its KV lives: its group, and its slot in the group's blocks."""
@@ -77,14 +83,18 @@ class LlamaModel:
         self.device = torch.device(device)
         self.dtype = layout.dtype
         self._weights = weights
+        total = sum(weight.numel() for weight in weights.values())
+        self._keeps_half = total <= SMALL_MODEL_WEIGHTS
         self._embedding = self._get("model.embed_tokens.weight")
         self._layers = [self._build_layer(i) for i in range(config.num_layers)]
         self._norm = self._get_norm("model.norm.weight")
-        self._head = Linear(
-            self._embedding if config.tied_embeddings else self._get("lm_head.weight")
-        )
+        head = self._embedding if config.tied_embeddings else self._get("lm_head.weight")
+        self._head = Linear(head, small_batches=self._keeps_half)
         frequencies = torch.tensor(config.rope.inverse_frequencies, dtype=torch.float32)
         self._frequencies = frequencies.to(self.device)
+        products = [p for x in self._layers for p in (x.qkv, x.output, x.gate_up, x.down)]
+        takes_float32 = all(product.takes_float32 for product in [*products, self._head])
+        self._float32_tokens_max = SMALL_STEP_TOKENS if takes_float32 else 0
         del self._weights
 
     def _get(self, *names: str) -> Tensor:
@@ -96,7 +106,7 @@ class LlamaModel:
         return RMSNorm(self._get(name), self.config.rms_eps)
 
     def _build_layer(self, number: int) -> _Layer:
-        config = self.config
+        config, half = self.config, self._keeps_half
         prefix = f"model.layers.{number}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         projections = [f"{attention}{name}_proj" for name in "qkv"]
@@ -113,19 +123,23 @@ class LlamaModel:
             slot=slot,
             rotates=config.rope_layers[number],
             input_norm=self._get_norm(f"{prefix}input_layernorm.weight"),
-            qkv=Linear(self._get(*(f"{p}.weight" for p in projections)), qkv_bias),
+            qkv=Linear(self._get(*(f"{p}.weight" for p in projections)), qkv_bias, half),
             qk_norm=qk_norm,
-            output=Linear(self._get(f"{attention}o_proj.weight"), output_bias),
+            output=Linear(self._get(f"{attention}o_proj.weight"), output_bias, half),
             mlp_norm=self._get_norm(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=SwiGLU(self._get(f"{mlp}gate_proj.weight"), self._get(f"{mlp}up_proj.weight")),
-            down=Linear(self._get(f"{mlp}down_proj.weight")),
+            gate_up=SwiGLU(
+                self._get(f"{mlp}gate_proj.weight"), self._get(f"{mlp}up_proj.weight"), half
+            ),
+            down=Linear(self._get(f"{mlp}down_proj.weight"), small_batches=half),
         )
 
     def forward(self, batch: Batch, kv: KVMemory) -> Tensor:
         """Run a step: KV of all its tokens is written. Returns logits [rows that sample, vocab]."""
         kv.clear(batch.started)
-        cos, sin = self._rotation(batch.positions)
         x = embedding(batch.tokens, self._embedding)
+        if len(x) <= self._float32_tokens_max:
+            x = x.to(torch.float32)
+        cos, sin = self._rotation(batch.positions, x.dtype)
         attended = x.new_empty(len(x), self.config.num_heads * self.config.head_dim)
         for layer in self._layers:
             qkv = layer.qkv(layer.input_norm(x))
@@ -139,14 +153,14 @@ class LlamaModel:
             x = layer.down.add(layer.gate_up(layer.mlp_norm(x)), x)
         return self._head(self._norm(x))
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of every token's angles, [tokens, 1, head_dim]; the first half of sin negated."""
         angles = torch.outer(positions.to(torch.float32), self._frequencies)
         scale = self.config.rope.attention_scale
         cos, sin = angles.cos() * scale, angles.sin() * scale
         return (
-            torch.cat([cos, cos], dim=1).to(self.dtype).unsqueeze(1),
-            torch.cat([-sin, sin], dim=1).to(self.dtype).unsqueeze(1),
+            torch.cat([cos, cos], dim=1).to(dtype).unsqueeze(1),
+            torch.cat([-sin, sin], dim=1).to(dtype).unsqueeze(1),
         )
 
     def _prepare_queries_and_keys(
