@@ -3,8 +3,9 @@
 The same weights, bfloat16. Both engines, and the machine's limits, are measured in turns, several
 rounds of each, so that whatever else the machine does hits all of them; the ratio is the median of
 the rounds' ratios. transformers runs its cached forward with the cache that its ``generate`` takes by
-default, which counts, and with a static one made for exactly these lengths. Each engine has a process of its own, which sleeps while the other is measured:
-in one process, their OpenMP threads would slow each other down.
+default, which counts, and with a static one made for exactly these lengths. Each engine has a
+process of its own, which sleeps while the other is measured: in one process, their OpenMP threads
+would slow each other down.
 """
 
 from __future__ import annotations
