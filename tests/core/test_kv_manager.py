@@ -116,6 +116,6 @@ def test_part_of_a_chunk_is_loaded_where_a_window_needs_no_more(per_chunk: int) 
     assert len(load.blocks) == 1
     assert load.offset == per_chunk - 1
     h.run()
-    assert h.report("a")["host"] == 4
+    assert h.report("a")["host"] == 24, "the window that was loaded stands for all before it"
     assert h.report("a")["computed"] == 1
     h.check_drained()

@@ -81,10 +81,8 @@ class KVManager:
         chain = request.digest_upto(len(request.tokens) // size, size)
         limit = (len(request.tokens) - 1) // size
 
-        def below(group: int, index: int) -> bool:
-            return self._offload.has(group, chain, index)
-
-        return match(self.groups, size, chain, limit, self.pool, below)
+        has = self._offload.has
+        return match(self.groups, size, chain, limit, self.pool, lambda g, i: has(g, chain, i))
 
     def park(self, request: Request, match: Match) -> bool:
         """Whether another request is producing what this one needs next; then it waits for all of it.
@@ -120,7 +118,7 @@ class KVManager:
         tables = []
         for group, (first, found) in enumerate(zip(match.first, match.found, strict=True)):
             blocks = [b if b is not None else self.pool.take(1)[0] for b in found]
-            loads += self._fill_holes(request, group, first, found, blocks)
+            loads += self._fill_holes(request, group, Table(first, blocks), found)
             tables.append(Table(first, blocks + self.pool.take(ends[group] - match.blocks)))
         request.tables = tuple(tables)
         request.loads = {load.id for load in loads}
@@ -136,21 +134,17 @@ class KVManager:
         return -(-end // self.block_size)
 
     def _fill_holes(
-        self,
-        request: Request,
-        group: int,
-        first: int,
-        found: Sequence[int | None],
-        blocks: list[int],
+        self, request: Request, group: int, table: Table, found: Sequence[int | None]
     ) -> list[Transfer]:
-        """Loads for every run of blocks that are not on the device."""
+        """Loads for every run of blocks of the table that were not found on the device."""
         started: list[Transfer] = []
         for missing, run in groupby(range(len(found)), lambda i: found[i] is None):
             if not missing:
                 continue
             holes = list(run)
-            at = first + holes[0]
-            loads = self._offload.load(group, request.digests, at, [blocks[i] for i in holes])
+            at = table.first + holes[0]
+            blocks = [table.blocks[i] for i in holes]
+            loads = self._offload.load(group, request.digests, at, blocks)
             for load in loads:
                 names = tuple(request.digests[at : at + len(load.blocks)])
                 self._flights[load.id] = _Flight(load, group, names, request)
@@ -166,11 +160,13 @@ class KVManager:
         request.published = match.blocks
         request.boundary = request.scheduled + size
         request.committed = min(loaded, default=match.blocks) * size
-        request.spans = tuple(
-            Span(i * size, (i + 1) * size, Source.HOST if i in loaded else Source.DEVICE)
-            for i in range(match.blocks)
-        )
-        request.settled = max(request.prompt_length, request.ledger.reached)
+        seen = min(match.first)  # a block that no group sees counts like the first that one does
+        source = [
+            Source.HOST if max(i, seen) in loaded else Source.DEVICE for i in range(match.blocks)
+        ]
+        request.spans = tuple(Span(i * size, (i + 1) * size, s) for i, s in enumerate(source))
+        reached = max(request.prompt_length, request.ledger.reached)
+        request.settled = max(reached, request.scheduled + 1)  # the first step settles the spans
         for index in range(len(request.tokens) // size):
             if index >= match.blocks or index in loaded:
                 self._producers.setdefault(request.digests[index], request)

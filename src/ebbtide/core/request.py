@@ -82,7 +82,8 @@ class Request:
     drain: Drain = Drain.NO
     finish: FinishReason | None = None
     cause: Cause = Cause.PREEMPTED  # of the next recomputation
-    failed_steps: int = 0  # in a row
+    failed_steps: int = 0  # in a row: until it gets further than ever before
+    losses: int = 0  # of KV, in a row
     in_flight: int = 0  # steps
 
     tables: tuple[Table, ...] = ()
@@ -139,7 +140,5 @@ class Request:
         return digests
 
     def __repr__(self) -> str:
-        return (
-            f"<Request {self.id} {self.state.name} committed {self.committed}, scheduled "
-            f"{self.scheduled}, target {self.target}, {self.in_flight} in flight>"
-        )
+        positions = f"{self.committed} committed, {self.scheduled} scheduled, target {self.target}"
+        return f"<Request {self.id} {self.state.name} {positions}, {self.in_flight} in flight>"

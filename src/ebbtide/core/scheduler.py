@@ -21,6 +21,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ebbtide.core.groups import KVGroup
 from ebbtide.core.keys import root_digest
@@ -39,7 +40,8 @@ class SchedulerConfig:
     """num_blocks: size of the pool. step_tokens_max: positions fed per step. overlap: plans in flight.
 
     sync_load_blocks_max: loads of up to this many blocks run inside the step. max_step_retries: how
-    many failed steps in a row a request survives. namespace: digest of all that gives KV its meaning.
+    many failed steps in a row a request survives; from the third try on it runs alone, so that a
+    step that fails because of it fails nobody else. namespace: digest of what gives KV its meaning.
     """
 
     num_blocks: int
@@ -57,17 +59,15 @@ class SchedulerConfig:
     namespace: bytes = b""
 
 
+SUSPECT = 2  # failed steps in a row: a request with as many runs alone
+
+
 class Scheduler:
     def __init__(self, config: SchedulerConfig, offload: Offload) -> None:
         self.config = config
         self.counters = Counters()
-        self.kv = KVManager(
-            config.groups,
-            config.num_blocks,
-            config.block_size,
-            offload,
-            config.step_tokens_max * config.overlap,
-        )
+        fed_max = config.step_tokens_max * config.overlap
+        self.kv = KVManager(config.groups, config.num_blocks, config.block_size, offload, fed_max)
         self.requests: dict[str, Request] = {}  # every unfinished one
         self._running: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}  # in the order of their deadlines
@@ -148,8 +148,8 @@ class Scheduler:
         return length
 
     def _longest_that_fits(self, length: int) -> int:
-        lengths = range(1, length + 1)
         needed = self.kv.blocks_needed_max
+        lengths = range(1, length + 1)
         return bisect_right(lengths, self.config.num_blocks, key=lambda n: needed(n - 1))
 
     def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -194,20 +194,28 @@ class Scheduler:
         self.kv.woken = []
         preemptions = self.counters.preemptions
         rows: list[Row] = []
-        budget = self._schedule_running(rows)
         loads: list[Transfer] = []
-        if self.counters.preemptions == preemptions:
-            budget = self._admit(rows, loads, budget, now)
+        running = list(self._running.values())
+        suspects = [r for r in running if r.failed_steps >= SUSPECT]
+        for suspect in suspects:
+            budget = self._schedule_running([suspect], rows)
+            if rows:
+                break  # it runs alone
+        else:
+            others = [r for r in running if r not in suspects] if suspects else running
+            budget = self._schedule_running(others, rows)
+            if self.counters.preemptions == preemptions:
+                budget = self._admit(rows, loads, budget, now)
         if not rows:
             return None
         self.counters.steps += 1
         fed = self.config.step_tokens_max - budget
         return StepPlan(self.counters.steps, rows, loads, fed)
 
-    def _schedule_running(self, rows: list[Row]) -> int:
+    def _schedule_running(self, requests: Iterable[Request], rows: list[Row]) -> int:
         budget = self.config.step_tokens_max
         prefills = []
-        for request in list(self._running.values()):
+        for request in requests:
             target = request.target
             count = target - request.scheduled
             if count <= 0 or target >= request.length_max or request.state is not State.RUNNING:
@@ -234,13 +242,12 @@ class Scheduler:
     def _feed(self, request: Request, end: int, rows: list[Row]) -> None:
         start = request.scheduled
         tokens, tables = request.tokens, request.tables
-        samples = end == request.target
-        sampling = request.params if samples else None
+        sampling = request.params if end == request.target else None
         index = end - request.prompt_length
         rows.append(Row(request.id, tokens, len(tokens), start, end, tables, sampling, index))
         request.scheduled = end
         request.in_flight += 1
-        if samples:
+        if sampling is not None:
             request.target = end + 1
 
     def _make_room(self, request: Request, end: int) -> bool:
@@ -281,12 +288,16 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             held += 1
-            if match.missing > self.config.sync_load_blocks_max:
+            suspect = request.failed_steps >= SUSPECT
+            if match.missing > (0 if suspect else self.config.sync_load_blocks_max):
                 self._start_loading(request, started, now)
-            else:
-                loads += started
-                self._run(request)
+                continue
+            loads += started
+            self._run(request)
+            if not (suspect and rows):
                 budget -= self._schedule_prefill(request, budget, rows)
+            if suspect:
+                break  # it runs alone, now or in the next step
         return budget
 
     def _run(self, request: Request) -> None:
@@ -314,7 +325,6 @@ class Scheduler:
             if request.drain is not Drain.LOST:
                 if start < request.settled:
                     self._settle(request, start, end)
-                request.failed_steps = 0
                 request.committed = min(end, len(request.tokens))  # a dropped token has no name
                 if end >= request.boundary:
                     self.kv.commit(request)
@@ -338,18 +348,19 @@ class Scheduler:
             reason = FinishReason.STOP
         elif length >= request.length_max:
             reason = FinishReason.LENGTH
-        elif request.repetition is not None and request.repetition.push(
-            tokens, length - request.prompt_length
-        ):
+        elif (rule := request.repetition) and rule.push(tokens, length - request.prompt_length):
             reason = FinishReason.REPETITION
+        output = Output(request.id, token, logprob)
         if reason is None:
-            self._outputs.append(Output(request.id, token, logprob))
+            self._outputs.append(output)
         else:
-            self._finish(request, reason, token=token, logprob=logprob)
+            self._finish(request, reason, last=output)
             self._drain(request, Drain.ENDED)
 
     def _settle(self, request: Request, start: int, end: int) -> None:
-        """Enter in the ledger what has just become certain."""
+        """Enter in the ledger what has just become certain. New ground ends a row of failures."""
+        if end > request.ledger.reached:
+            request.failed_steps = request.losses = 0
         for span in (*request.spans, Span(start, end, Source.COMPUTED)):
             again = request.ledger.commit(span, request.cause)
             self.counters.recomputed_tokens[request.cause] += again
@@ -360,11 +371,10 @@ class Scheduler:
         self.counters.failed_steps += 1
         for row in plan.rows:
             request = self.requests[row.request_id]
-            request.failed_steps += 1
+            if request.drain is not Drain.LOST:  # else the step before it has failed already
+                request.failed_steps += 1
             if request.failed_steps > self.config.max_step_retries:
-                message = (
-                    f"{request.failed_steps} steps in a row failed, the last one with: {error}"
-                )
+                message = f"{request.failed_steps} steps in a row failed, the last with: {error}"
                 self._finish(request, FinishReason.ERROR, message)
             self._lose(request)
 
@@ -388,15 +398,9 @@ class Scheduler:
     # --- the end of a life -----------------------------------------------------------------
 
     def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        message: str = "",
-        *,
-        token: int | None = None,
-        logprob: TokenLogprob | None = None,
+        self, request: Request, reason: FinishReason, message: str = "", last: Output | None = None
     ) -> None:
-        """Decide how the request ends, and tell. The first reason stays."""
+        """Decide how the request ends, and tell, with its ``last`` token. The first reason stays."""
         if request.finish is not None:
             return
         request.finish = reason
@@ -404,7 +408,8 @@ class Scheduler:
         ledger, prompt = request.ledger, request.prompt_length
         counts = (dict(ledger.sources), dict(ledger.recomputed))
         report = Report(prompt, len(request.tokens) - prompt, *counts)
-        self._outputs.append(Output(request.id, token, logprob, reason, message, report))
+        last = last or Output(request.id)
+        self._outputs.append(last._replace(finish=reason, message=message, report=report))
 
     def _drain(self, request: Request, why: Drain) -> None:
         """The request gives up its blocks as soon as no step in flight refers to it."""
@@ -464,20 +469,19 @@ class Scheduler:
             self.kv.returned(TransferResult(load, error), usable=outcome.error is None)
 
     def _expire_loads(self, now: float) -> None:
-        while self._loading:
-            request = next(iter(self._loading.values()))
-            if request.load_deadline > now:
-                return
+        late = takewhile(lambda r: r.load_deadline <= now, self._loading.values())
+        for request in list(late):
             self.kv.abandon_loads(request, late=True)
             self._kv_lost(request, f"loading took over {self.config.load_deadline_s:g} s")
 
     def _kv_lost(self, request: Request, message: str) -> None:
-        if request.fail_on_lost_kv:
+        """Go back, or end. A tier can spoil each chunk of a chain once, so the way back is bounded."""
+        request.losses += 1
+        losses_max = self.config.max_step_retries + len(request.digests)
+        if request.fail_on_lost_kv or request.losses > losses_max:
             self._finish(request, FinishReason.ERROR, message)
         self._lose(request)
 
     def __repr__(self) -> str:
-        return (
-            f"<Scheduler {len(self._running)} running, {self.loading} loading, "
-            f"{len(self._draining)} draining, {self.waiting} waiting, {self.kv.pool!r}>"
-        )
+        counts = f"{len(self._running)} running, {self.loading} loading, {self.waiting} waiting"
+        return f"<Scheduler {counts}, {len(self._draining)} draining, {self.kv.pool!r}>"
