@@ -4,7 +4,7 @@
     h.add("a", tokens(9), max_tokens=4)
     h.step()                     # schedule, run and apply one step
     h.run()                      # until everything has ended; all transfers succeed
-    h.check("a")                 # its tokens equal the oracle's
+    h.check_drained()            # its tokens equal the oracle's, and nothing is left of it
 
 After every call the invariants are checked. Transfers do nothing until ``move`` is called, or
 ``run``; plans do nothing until ``apply``.
@@ -12,11 +12,12 @@ After every call the invariants are checked. Transfers do nothing until ``move``
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ebbtide.core.groups import KVGroup
 from ebbtide.core.keys import root_digest
@@ -31,6 +32,11 @@ from ebbtide.offload.mover import move
 from ebbtide.params import RepetitionStop, SamplingParams
 from ebbtide.testing import invariants
 from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
+
+FULL = (KVGroup(),)
+MIXED = (KVGroup(), KVGroup(window=6))
+both = pytest.mark.parametrize("overlap", [1, 2])
+one_and_two_groups = pytest.mark.parametrize("groups", [FULL, MIXED], ids=["full", "full+window"])
 
 
 def tokens(count: int, start: int = 0) -> list[int]:
@@ -70,6 +76,7 @@ class Harness:
         self.heard: list[Output] = []
         self.requests: dict[str, Request] = {}
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.steps: Counter[str] = Counter()  # that returned, per request
         self._sync_loads = 0
 
     # --- drive -----------------------------------------------------------------------------
@@ -109,6 +116,7 @@ class Harness:
         self.memory.words[list(invalid)] = np.uint64(99)
         self._sync_loads = 0
         plan = self.plans.popleft()
+        self.steps.update(row.request_id for row in plan.rows)
         outcome = self.executor.run(plan)
         bad = outcome.invalid_blocks | frozenset(invalid)
         outcome = StepOutcome(outcome.tokens, invalid_blocks=bad)
@@ -119,10 +127,19 @@ class Harness:
 
     def step(self, *, error: str = "", invalid: Sequence[int] = ()) -> None:
         """Fill the pipeline with plans as the engine does, then apply the oldest."""
-        while len(self.plans) < self.config.overlap and self.schedule() is not None:
-            pass
+        self.fill()
         assert self.plans, f"nothing to run: {self.scheduler!r}"
         self.apply(error=error, invalid=invalid)
+
+    def fill(self) -> None:
+        """As many plans in flight as there may be."""
+        while len(self.plans) < self.config.overlap and self.schedule() is not None:
+            pass
+
+    def drain(self) -> None:
+        """All plans in flight return."""
+        while self.plans:
+            self.apply()
 
     def move(self, *transfers: Transfer, error: str = "") -> None:
         """These transfers (or all that are under way) return."""
@@ -145,8 +162,7 @@ class Harness:
             self.move_all()
             if not (self.scheduler.requests or self.plans):
                 return
-            while len(self.plans) < self.config.overlap and self.schedule() is not None:
-                pass
+            self.fill()
             if self.plans:
                 self.apply()
             else:
@@ -161,6 +177,11 @@ class Harness:
         self.scheduler.end(name, reason)
         self._after()
 
+    def preempt(self, name: str) -> None:
+        """As if the pool had run dry just now."""
+        self.scheduler._preempt(self.requests[name])
+        self._after()
+
     def reset(self) -> None:
         self.scheduler.reset()
         self._after()
@@ -170,7 +191,11 @@ class Harness:
         self.add(name, prompt, max_tokens=1, **options)
         self.run()
         if not device:
-            self.scheduler.kv.pool.unpublish_all()
+            self.forget_device()
+
+    def forget_device(self) -> None:
+        """What is cached on the device is not found any more; what is below is."""
+        self.scheduler.kv.pool.unpublish_all()
 
     # --- look ------------------------------------------------------------------------------
 
@@ -199,6 +224,15 @@ class Harness:
         counts = {source.value: count for source, count in report.sources.items()}
         return counts | {cause.value: count for cause, count in report.recomputed.items()}
 
+    def sources(self, name: str) -> tuple[int, int, int]:
+        """Where an ended request's prompt came from, in tokens: (device, host, computed)."""
+        report = self.report(name)
+        return report["device"], report["host"], report["computed"]
+
+    def blocks(self, name: str, group: int = 0) -> list[int]:
+        """The device blocks that a request holds."""
+        return list(self.requests[name].tables[group].blocks)
+
     def state(self, name: str) -> State:
         return self.requests[name].state
 
@@ -217,8 +251,25 @@ class Harness:
             assert output == self.truth(name, len(output)), f"{name} has wrong tokens"
 
     def check_drained(self) -> None:
+        """All have ended as they should: tokens, lengths, accounts, bytes, and nothing is left."""
         self.check()
+        for name, (prompt, params) in self.asked.items():
+            report, length = self.report(name), len(self.output(name))
+            assert min(report.values()) >= 0
+            known = sum(self.sources(name))
+            assert known == len(prompt) if length else known <= len(prompt), f"{name}: {report}"
+            if self.finish(name) is FinishReason.LENGTH and params.max_tokens is not None:
+                assert length == min(params.max_tokens, self.config.length_max - len(prompt))
         invariants.check_drained(self.scheduler, self.manager)
+        self._check_content()
+
+    def _check_content(self) -> None:
+        """Whatever could be found now, on the device or below, is what its name stands for."""
+        per_chunk = self.manager.blocks_per_chunk
+        chains = invariants.Chains(self.model, self.memory, self.manager.slots.num_slots, per_chunk)
+        chains.learn(self.requests.values())
+        chains.check_device(self.scheduler, ())
+        chains.check_host(self.manager, self.arena, ())
 
     def chunks_below(self, sequence: Sequence[int], group: int = 0, salt: str = "") -> list[int]:
         """Which chunks of this token sequence the host tier has."""
@@ -233,6 +284,10 @@ class Harness:
             for number in range(len(sequence) // chunk)
             if self.manager.has(group, chain, number * per_chunk)
         ]
+
+    def all_chunks_below(self, sequence: Sequence[int]) -> list[list[int]]:
+        """``chunks_below`` of every group."""
+        return [self.chunks_below(sequence, group) for group in range(len(self.groups))]
 
     def _sync_load(self, transfer: Transfer) -> TransferResult:
         self._sync_loads += 1
