@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """weights: Hugging Face names (``model.layers.0.self_attn.q_proj.weight``), rows of queries and
-    keys in the half-split rotary order. generation: the model's own sampling defaults, keyed like
+    keys in the half-split rotary order. Those of norms are what the norm multiplies by (Gemma stores
+    that less 1), and are always in float32. generation: the model's own sampling defaults, keyed like
     ``SamplingParams``. identity: 32 bytes, a digest of the stored weights and the configuration: the
     same in every process and on every machine, whatever dtype the weights were loaded in.
     """

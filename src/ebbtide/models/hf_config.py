@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import InputError
-from ebbtide.models.config import ModelConfig
+from ebbtide.models.config import ModelConfig, RopeConfig
+from ebbtide.models.gemma import as_gemma3, every_nth_full
 from ebbtide.models.rope import rope_config
 from ebbtide.models.weights import check_sizes, require_architecture, require_layers
 
@@ -26,6 +27,7 @@ _COMMON = {
     "use_sliding_window": False,
     "max_window_layers": 28,
     "no_rope_layer_interval": 4,
+    "rope_theta": 10_000.0,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -44,22 +46,50 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "num_key_value_heads": 4,
     },
+    "gemma3": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "query_pre_attn_scalar": 256,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
 }
-_BIAS_FROM_CONFIG = ("llama", "qwen3", "smollm3")
+_BIAS_FROM_CONFIG = ("llama", "qwen3", "smollm3", "gemma3")
+_SAME = {"gemma3_text": "gemma3"}  # the language model of one that also sees images, on its own
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def text_part(raw: Json) -> Json:
+    """``raw`` itself, or what it says of the language model of a model that also sees images."""
+    inner = raw.get("text_config")
+    return {"model_type": raw.get("model_type"), **inner} if isinstance(inner, Mapping) else raw
 
 
 def model_config(raw: Json, path: Path) -> ModelConfig:
     """``raw``: the content of ``config.json`` at ``path``. Raises ``InputError`` for what cannot run."""
-    architecture = require_architecture(raw.get("model_type"), path)
+    raw = text_part(raw)
+    kind = raw.get("model_type")
+    architecture = require_architecture(_SAME.get(str(kind), kind), path)
     keys = _Keys({**_COMMON, **_DEFAULTS[architecture], **raw}, path)
-    _refuse_unsupported(keys)
+    _refuse_unsupported(keys, "gelu_pytorch_tanh" if architecture == "gemma3" else "silu")
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     layers = require_layers(keys.integer("num_hidden_layers"), path)
     head_dim = keys.integer("head_dim", hidden // heads)
     bias = architecture in _BIAS_FROM_CONFIG and keys.flag("attention_bias")
     max_length = keys.integer("max_position_embeddings")
     rope_layers = _rope_layers(keys, architecture, layers)
-    base, scaling = _rope_parameters(keys)
+    windows = _windows(keys, architecture, layers, rope_layers)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=keys.integer("vocab_size"),
@@ -71,14 +101,17 @@ def model_config(raw: Json, path: Path) -> ModelConfig:
         head_dim=head_dim,
         rms_eps=keys.number("rms_norm_eps"),
         max_length=max_length,
-        rope=rope_config(base, head_dim, max_length, scaling),
-        windows=_windows(keys, architecture, layers, rope_layers),
+        rope=_rope(keys, head_dim, max_length, _FULL, "rope_theta"),
+        windows=windows,
         rope_layers=rope_layers,
         qkv_bias=bias or architecture == "qwen2",
         output_bias=bias,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "gemma3"),
         tied_embeddings=keys.flag("tie_word_embeddings"),
     )
+    if architecture == "gemma3":
+        local = _rope(keys, head_dim, max_length, _SLIDING, "rope_local_base_freq")
+        config = as_gemma3(config, local, keys.number("query_pre_attn_scalar"), path)
     check_sizes(config, path)
     return config
 
@@ -112,7 +145,7 @@ class _Keys:
         return value
 
 
-def _refuse_unsupported(keys: _Keys) -> None:
+def _refuse_unsupported(keys: _Keys, activation: str) -> None:
     if keys.get("quantization_config"):
         quantization = keys.get("quantization_config")
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -120,24 +153,33 @@ def _refuse_unsupported(keys: _Keys) -> None:
             f"{keys.path}: the weights are quantised with {method!r}, which is not supported; use a "
             "GGUF file, or weights in bfloat16, float16 or float32"
         )
-    if keys.get("hidden_act") != "silu":
+    name = "hidden_act" if activation == "silu" else "hidden_activation"
+    if keys.get(name) != activation:
         raise InputError(
-            f"{keys.path}: hidden_act is {keys.get('hidden_act')!r}; only silu is supported"
+            f"{keys.path}: {name} is {keys.get(name)!r}; only {activation} is supported"
         )
     if keys.flag("mlp_bias"):
         raise InputError(f"{keys.path}: mlp_bias is true; biases in the MLP are not supported")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if keys.get(name):
+            raise InputError(f"{keys.path}: {name} is {keys.get(name)!r}; this is not supported")
 
 
-def _rope_parameters(keys: _Keys) -> tuple[float, Json]:
-    """theta and the scaling, from where older and newer files keep them."""
-    scaling = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+def _rope(keys: _Keys, head_dim: int, max_length: int, kind: str, theta: str) -> RopeConfig:
+    """The rotation of layers of this kind, from where older and newer files keep its base and scaling.
+    ``theta``: the base's name in older ones, which scale full attention only."""
+    given = keys.get("rope_parameters")
+    if isinstance(given, Mapping) and ({_FULL, _SLIDING} & given.keys()):
+        given = given.get(kind)
+    elif kind == _SLIDING:
+        given = None
+    scaling = given or (keys.get("rope_scaling") if kind == _FULL else None) or {}
     if not isinstance(scaling, Mapping):
         raise InputError(f"{keys.path}: the rope parameters are {scaling!r}, not an object")
-    base = scaling.get("rope_theta", keys.get("rope_theta"))
-    base = 10_000.0 if base is None else base
+    base = scaling.get("rope_theta", keys.get(theta))
     if isinstance(base, bool) or not isinstance(base, int | float) or base <= 1:
-        raise InputError(f"{keys.path}: rope_theta must be a number above 1, and is {base!r}")
-    return float(base), scaling
+        raise InputError(f"{keys.path}: {theta} must be a number above 1, and is {base!r}")
+    return rope_config(float(base), head_dim, max_length, scaling)
 
 
 def _rope_layers(keys: _Keys, architecture: str, layers: int) -> tuple[bool, ...]:
@@ -162,9 +204,11 @@ def _windows(
         return (window,) * layers
     if keys.get("layer_types") is not None:
         kinds = _per_layer(keys, "layer_types", layers)
-        if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
-            raise InputError(f"{keys.path}: layers of type {unknown[0]!r} are not supported")
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        if unknown := sorted(map(repr, {*map(str, kinds)} - {_FULL, _SLIDING})):
+            raise InputError(f"{keys.path}: layers of type {unknown[0]} are not supported")
+        return tuple(window if kind == _SLIDING else None for kind in kinds)
+    if architecture == "gemma3":
+        return every_nth_full(window, layers, keys.integer("sliding_window_pattern"))
     if architecture == "smollm3":
         return tuple(None if rotates else window for rotates in rope_layers)
     first = keys.get("max_window_layers")

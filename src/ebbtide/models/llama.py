@@ -1,7 +1,9 @@
 """The Llama family, inference only: one forward pass over a ragged batch with paged KV.
 
-Llama, Mistral (sliding windows), Qwen2 (biased projections), Qwen3 (normalised queries and keys) and
-SmolLM (layers without rotation) differ in what ``ModelConfig`` says, not in code.
+Llama, Mistral (sliding windows), Qwen2 (biased projections), Qwen3 (normalised queries and keys),
+SmolLM (layers without rotation) and Gemma 3 (a window and a rotation of its own in most layers, norms
+on both sides of each half, GeGLU, scaled embeddings; arXiv 2503.19786, section 2) differ in what
+``ModelConfig`` says, not in code.
 
 The architecture is that of Touvron et al. 2023 (LLaMA): RMSNorm (Zhang and Sennrich 2019) before
 each half, rotary positions (Su et al. 2021) in the half-split order, grouped-query attention
@@ -10,7 +12,7 @@ each half, rotary positions (Su et al. 2021) in the half-split order, grouped-qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +22,7 @@ from torch.nn.functional import embedding
 from ebbtide.models.attention import Batch, attend
 from ebbtide.models.config import ModelConfig
 from ebbtide.models.kv import KVLayout, KVMemory
-from ebbtide.models.linear import Linear, SwiGLU
+from ebbtide.models.linear import GatedLinear, Linear
 
 
 class RMSNorm:
@@ -54,14 +56,29 @@ class _Layer:
 
     group: int
     slot: int
-    rotates: bool
+    rope: int | None  # of the model's rotations; None: none
     input_norm: RMSNorm
     qkv: Linear
     qk_norm: RMSNorm | None  # of every query head, then every key head
     output: Linear
+    output_norm: RMSNorm | None  # of what is added to the residual stream
     mlp_norm: RMSNorm
-    gate_up: SwiGLU
+    gate_up: GatedLinear
     down: Linear
+    down_norm: RMSNorm | None
+
+    def add_attention(self, attended: Tensor, x: Tensor) -> Tensor:
+        """x with this layer's attention added. attended: [tokens, heads * head_dim]."""
+        if self.output_norm is None:
+            return self.output.add(attended, x)
+        return self.output_norm(self.output(attended)).add_(x)
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """x with this layer's MLP added."""
+        inner = self.gate_up(self.mlp_norm(x))
+        if self.down_norm is None:
+            return self.down.add(inner, x)
+        return self.down_norm(self.down(inner)).add_(x)
 
 
 class LlamaModel:
@@ -78,6 +95,7 @@ class LlamaModel:
         layout: KVLayout,
         device: torch.device | str = "cpu",
     ) -> None:
+        assert config.qk_norm or config.query_scale == 1, "nothing would scale the queries"
         self.config = config
         self.layout = layout
         self.device = torch.device(device)
@@ -90,8 +108,12 @@ class LlamaModel:
         self._norm = self._get_norm("model.norm.weight")
         head = self._embedding if config.tied_embeddings else self._get("lm_head.weight")
         self._head = Linear(head, small_batches=self._keeps_half)
-        frequencies = torch.tensor(config.rope.inverse_frequencies, dtype=torch.float32)
-        self._frequencies = frequencies.to(self.device)
+        scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
+        self._embedding_scale = None if config.embedding_scale == 1 else scale
+        self._frequencies = [
+            torch.tensor(rope.inverse_frequencies, dtype=torch.float32, device=self.device)
+            for rope in config.ropes
+        ]
         products = [p for x in self._layers for p in (x.qkv, x.output, x.gate_up, x.down)]
         takes_float32 = all(product.takes_float32 for product in [*products, self._head])
         self._float32_tokens_max = SMALL_STEP_TOKENS if takes_float32 else 0
@@ -103,7 +125,19 @@ class LlamaModel:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _get_norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._get(name), self.config.rms_eps)
+        return RMSNorm(self._weights[name].to(self.device), self.config.rms_eps)
+
+    def _get_qk_norm(self, attention: str) -> RMSNorm:
+        """Of every query head, then every key head. A factor on queries, too, is its weights' part:
+        what follows is linear."""
+        config = self.config
+        query, key = (
+            self._weights[f"{attention}{name}_norm.weight"].to(self.device, torch.float32)
+            for name in "qk"
+        )
+        query = query * config.query_scale
+        heads = [query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]
+        return RMSNorm(torch.cat(heads), config.rms_eps)
 
     def _build_layer(self, number: int) -> _Layer:
         config, half = self.config, self._keeps_half
@@ -112,59 +146,70 @@ class LlamaModel:
         projections = [f"{attention}{name}_proj" for name in "qkv"]
         qkv_bias = self._get(*(f"{p}.bias" for p in projections)) if config.qkv_bias else None
         output_bias = self._get(f"{attention}o_proj.bias") if config.output_bias else None
-        qk_norm = None
-        if config.qk_norm:
-            query, key = (self._get(f"{attention}{name}_norm.weight") for name in "qk")
-            heads = [query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]
-            qk_norm = RMSNorm(torch.cat(heads), config.rms_eps)
         group, slot = self.layout.places[number]
+        post = config.post_norms
+        after = f"{prefix}post_attention_layernorm.weight"  # of the attention; else: before the MLP
         return _Layer(
             group=group,
             slot=slot,
-            rotates=config.rope_layers[number],
+            rope=config.rope_of(number),
             input_norm=self._get_norm(f"{prefix}input_layernorm.weight"),
             qkv=Linear(self._get(*(f"{p}.weight" for p in projections)), qkv_bias, half),
-            qk_norm=qk_norm,
+            qk_norm=self._get_qk_norm(attention) if config.qk_norm else None,
             output=Linear(self._get(f"{attention}o_proj.weight"), output_bias, half),
-            mlp_norm=self._get_norm(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=SwiGLU(
-                self._get(f"{mlp}gate_proj.weight"), self._get(f"{mlp}up_proj.weight"), half
+            output_norm=self._get_norm(after) if post else None,
+            mlp_norm=self._get_norm(
+                f"{prefix}pre_feedforward_layernorm.weight" if post else after
+            ),
+            gate_up=GatedLinear(
+                self._get(f"{mlp}gate_proj.weight"),
+                self._get(f"{mlp}up_proj.weight"),
+                half,
+                config.activation,
             ),
             down=Linear(self._get(f"{mlp}down_proj.weight"), small_batches=half),
+            down_norm=(
+                self._get_norm(f"{prefix}post_feedforward_layernorm.weight") if post else None
+            ),
         )
 
     def forward(self, batch: Batch, kv: KVMemory) -> Tensor:
         """Run a step: KV of all its tokens is written. Returns logits [rows that sample, vocab]."""
         kv.clear(batch.started)
         x = embedding(batch.tokens, self._embedding)
+        if self._embedding_scale is not None:
+            x.mul_(self._embedding_scale)
         if len(x) <= self._float32_tokens_max:
             x = x.to(torch.float32)
-        cos, sin = self._rotation(batch.positions, x.dtype)
+        rotations = self._rotations(batch.positions, x.dtype)
         attended = x.new_empty(len(x), self.config.num_heads * self.config.head_dim)
         for layer in self._layers:
             qkv = layer.qkv(layer.input_norm(x))
-            self._prepare_queries_and_keys(layer, qkv, cos, sin)
+            self._prepare_queries_and_keys(layer, qkv, rotations)
             attend(qkv, batch.groups[layer.group], layer.slot, kv, attended)
             if layer is self._layers[-1]:  # all KV is written: only what is sampled from goes on
                 x, attended = x.index_select(0, batch.last), attended.index_select(0, batch.last)
                 if len(x) == 0:
                     return x.new_empty(0, self.config.vocab_size)
-            x = layer.output.add(attended, x)
-            x = layer.down.add(layer.gate_up(layer.mlp_norm(x)), x)
+            x = layer.add_mlp(layer.add_attention(attended, x))
         return self._head(self._norm(x))
 
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every token's angles, [tokens, 1, head_dim]; the first half of sin negated."""
-        angles = torch.outer(positions.to(torch.float32), self._frequencies)
-        scale = self.config.rope.attention_scale
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        return (
-            torch.cat([cos, cos], dim=1).to(dtype).unsqueeze(1),
-            torch.cat([-sin, sin], dim=1).to(dtype).unsqueeze(1),
-        )
+    def _rotations(
+        self, positions: Tensor, dtype: torch.dtype
+    ) -> list[tuple[Tensor, Tensor]]:
+        """For each of the model's rotations, cos and sin of every token's angles, [tokens, 1, head_dim];
+        the first half of sin negated."""
+        found = []
+        wide = positions.to(torch.float32)
+        for rope, frequencies in zip(self.config.ropes, self._frequencies, strict=True):
+            angles = torch.outer(wide, frequencies)
+            cos, sin = angles.cos() * rope.attention_scale, angles.sin() * rope.attention_scale
+            both = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
+            found.append((both[0].to(dtype).unsqueeze(1), both[1].to(dtype).unsqueeze(1)))
+        return found
 
     def _prepare_queries_and_keys(
-        self, layer: _Layer, qkv: Tensor, cos: Tensor, sin: Tensor
+        self, layer: _Layer, qkv: Tensor, rotations: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
         """Normalise and rotate the queries and keys in ``qkv``, in place."""
         config = self.config
@@ -172,6 +217,7 @@ class LlamaModel:
         both = qkv[:, : heads * config.head_dim].view(len(qkv), heads, config.head_dim)
         if layer.qk_norm is not None:
             both.copy_(layer.qk_norm(both))
-        if layer.rotates:
+        if layer.rope is not None:
+            cos, sin = rotations[layer.rope]
             swapped = both.roll(config.head_dim // 2, dims=-1)
             torch.addcmul(both * cos, swapped, sin, out=both)

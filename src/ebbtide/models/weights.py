@@ -11,7 +11,7 @@ import torch
 from ebbtide.errors import InputError
 from ebbtide.models.config import ModelConfig
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3")
 MAX_NAMED = 3
 MAX_LAYERS = 1024
 
@@ -50,7 +50,8 @@ def check_sizes(config: ModelConfig, path: Path) -> None:
             f"{path}: {config.num_heads} query heads cannot share {config.num_kv_heads} key heads "
             "evenly"
         )
-    if not all(map(math.isfinite, config.rope.inverse_frequencies)):
+    frequencies = [f for rope in config.ropes for f in rope.inverse_frequencies]
+    if not all(map(math.isfinite, frequencies)):
         raise InputError(f"{path}: its rope parameters give frequencies that are not finite")
 
 
@@ -85,6 +86,9 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.qk_norm:
         layer["self_attn.q_norm.weight"] = (config.head_dim,)
         layer["self_attn.k_norm.weight"] = (config.head_dim,)
+    if config.post_norms:
+        layer["pre_feedforward_layernorm.weight"] = (hidden,)
+        layer["post_feedforward_layernorm.weight"] = (hidden,)
     for number in range(config.num_layers):
         for name, shape in layer.items():
             shapes[f"model.layers.{number}.{name}"] = shape
@@ -111,6 +115,11 @@ def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], pa
         raise InputError(
             f"{path}: {name} has shape {list(shape)}, and its configuration needs {list(expected)}"
         )
+
+
+def is_norm(name: str) -> bool:
+    """Whether a weight, by its Hugging Face name, is a norm's: these stay in float32."""
+    return name.endswith("norm.weight")
 
 
 def as_floating(name: str, tensor: torch.Tensor, dtype: torch.dtype, path: Path) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,18 @@ Bytes = npt.NDArray[np.uint8]
 def slot_bytes_for(block_bytes: int, blocks_per_chunk: int) -> int:
     """Bytes that a slot takes: a chunk, rounded up to whole pages."""
     return -(-block_bytes * blocks_per_chunk // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class ChunkMemory(Protocol):
+    """Where the bytes of chunks lie: ``Arena``, or memory of somebody else's."""
+
+    def slot(self, number: int, offset: int, count: int) -> Bytes:
+        """Writable view [count, block_bytes] of ``count`` blocks of a slot, from ``offset`` on."""
+        ...
+
+    def slots(self, numbers: Sequence[int]) -> Bytes:
+        """A copy of whole chunks, [slot, bytes]: for inspection."""
+        ...
 
 
 class Arena:

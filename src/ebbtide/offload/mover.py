@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ebbtide.core.plan import Direction, Transfer, TransferResult
-from ebbtide.offload.arena import Arena, Bytes
+from ebbtide.offload.arena import Bytes, ChunkMemory
 
 
 class DeviceMemory(Protocol):
@@ -22,7 +22,7 @@ class DeviceMemory(Protocol):
     def store(self, block: int, target: Bytes) -> None: ...
 
 
-def move(transfer: Transfer, arena: Arena, device: DeviceMemory) -> TransferResult:
+def move(transfer: Transfer, arena: ChunkMemory, device: DeviceMemory) -> TransferResult:
     """Move one chunk's blocks. A failure is a result."""
     try:
         host = arena.slot(transfer.slot, transfer.offset, len(transfer.blocks))

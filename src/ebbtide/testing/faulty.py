@@ -13,7 +13,7 @@ import numpy as np
 
 from ebbtide.core.groups import KVGroup
 from ebbtide.core.plan import Direction, Row, StepPlan, Transfer, TransferResult
-from ebbtide.offload.arena import Arena
+from ebbtide.offload.arena import ChunkMemory
 from ebbtide.offload.mover import move
 from ebbtide.testing.witness import WitnessMemory
 
@@ -28,7 +28,7 @@ class FaultyMemory:
         self,
         groups: Sequence[KVGroup],
         memory: WitnessMemory,
-        arena: Arena,
+        arena: ChunkMemory,
         rng: random.Random,
         strikes: Strikes,
     ) -> None:

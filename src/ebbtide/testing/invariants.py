@@ -24,7 +24,7 @@ from ebbtide.core.plan import Direction, StepPlan, Transfer
 from ebbtide.core.pool import BlockPool
 from ebbtide.core.request import Drain, Request, State
 from ebbtide.core.scheduler import Scheduler
-from ebbtide.offload.arena import Arena
+from ebbtide.offload.arena import ChunkMemory
 from ebbtide.offload.host import SlotState
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.testing.witness import WitnessMemory, WitnessModel, WitnessTape, Words
@@ -253,7 +253,7 @@ class Chains:
         assert same.all(), f"wrong content in the named blocks {np.array(blocks)[~same]}"
 
     def check_host(
-        self, manager: OffloadManager, arena: Arena, known_bad: Collection[tuple[int, int]]
+        self, manager: OffloadManager, arena: ChunkMemory, known_bad: Collection[tuple[int, int]]
     ) -> None:
         """Every ready slot holds its chunk. ``known_bad``: (slot, block of the chunk)."""
         slots = manager.slots._slots

@@ -3,44 +3,43 @@
     python -m ebbtide.testing.simulator --seed 7 -v        one seed, told step by step
     python -m ebbtide.testing.simulator --seeds 0 2000     many, on two processes
 
-First requests arrive while faults are injected; then the faults stop and everything must converge.
+First requests arrive while faults are injected; then the faults stop, but for those that last (a
+poisonous request, a broken block), and everything must converge.
 After every event the rules of ``invariants`` are checked; at the end every finished request must
 equal the oracle, and nothing may be left.
 
-To test an eviction policy of your own: ``Simulation(seed, policy=MyPolicy).run()``.
+To test an eviction policy or host memory of your own, see ``docs/testing.md``:
+
+    python -m ebbtide.testing.simulator --policy my.module:MyPolicy --memory my.module:MyMemory
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ebbtide.core.ledger import Cause
 from ebbtide.core.output import Output
 from ebbtide.core.plan import StepOutcome, StepPlan, Transfer, TransferResult
-from ebbtide.core.request import FinishReason, Request
-from ebbtide.core.scheduler import Scheduler, SchedulerConfig
+from ebbtide.core.request import FinishReason
 from ebbtide.errors import InputError
-from ebbtide.offload.arena import Arena
-from ebbtide.offload.host import HostSlots
-from ebbtide.offload.manager import OffloadManager
-from ebbtide.offload.policies import LRU, EvictionPolicy
-from ebbtide.params import SamplingParams
 from ebbtide.testing import invariants
-from ebbtide.testing.faulty import FaultyMemory
-from ebbtide.testing.probes import Probes
-from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
-from ebbtide.testing.world import Faults, Traffic, World
+from ebbtide.testing.probes import NAMES, Probes
+from ebbtide.testing.rig import DEFAULT_PARTS, Client, Parts, Rig
+from ebbtide.testing.world import Traffic, World
 
 EVENTS_MAX = 30_000
+STANDARD_SEEDS = 2_000  # so many must come through every probe
 
 
 class Result(NamedTuple):
@@ -49,6 +48,14 @@ class Result(NamedTuple):
     injected: Counter[str]
     probes: Counter[str]
     trace: str
+
+
+class Verdict(NamedTuple):
+    """``failure`` says how the seed failed, and is empty where it did not."""
+
+    seed: int
+    failure: str
+    result: Result | None
 
 
 @dataclass(slots=True)
@@ -60,17 +67,6 @@ class Moving:
     result: TransferResult | None = None
 
 
-@dataclass(slots=True)
-class Client:
-    """A request as its owner sees it."""
-
-    prompt: list[int]
-    params: SamplingParams
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    end: Output | None = None
-
-
 class Simulation:
     """One seed's world. ``run`` raises ``AssertionError`` where a rule is broken."""
 
@@ -78,28 +74,17 @@ class Simulation:
         self,
         seed: int,
         *,
-        policy: Callable[[], EvictionPolicy] = LRU,
+        parts: Parts = DEFAULT_PARTS,
         world: World | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.world = world = world or World.draw(rng)
-        self.faults = world.faults
-        self.injected: Counter[str] = Counter()
+        self.rig = rig = Rig(world, rng, parts)
+        self.scheduler, self.manager = rig.scheduler, rig.manager
+        memory = rig.faulty.memory
+        self.chains = invariants.Chains(rig.model, memory, world.host_slots, world.blocks_per_chunk)
         self.now = 0.0
-        model = WitnessModel(world.groups, vocabulary=world.vocabulary)
-        self.manager = OffloadManager(
-            HostSlots(world.host_slots, policy()),
-            world.blocks_per_chunk,
-            len(world.groups),
-            world.stores_max,
-        )
-        self.scheduler = Scheduler(_config(world, self.manager), self.manager)
-        memory = WitnessMemory(model, self.scheduler.config.num_blocks, world.block_size)
-        arena = Arena(world.host_slots, world.blocks_per_chunk, memory.block_bytes)
-        self.faulty = FaultyMemory(world.groups, memory, arena, rng, self._strikes)
-        self.executor = WitnessExecutor(model, memory, self.faulty.move)
-        self.chains = invariants.Chains(model, memory, world.host_slots, world.blocks_per_chunk)
         self.traffic = Traffic(world, rng)
         self.clients: dict[str, Client] = {}
         self.to_come = world.requests
@@ -107,6 +92,7 @@ class Simulation:
         self.ran: deque[tuple[StepPlan, StepOutcome]] = deque()  # run, not applied
         self.moving: list[Moving] = []
         self.probes = Probes(self.scheduler, self.manager)
+        self.healed = False
         self._touched = False
         self._idle = False  # the last schedule() found nothing, and nothing has happened since
         self._totals: tuple[int, ...] = ()
@@ -118,9 +104,10 @@ class Simulation:
     def run(self) -> Result:
         self._say(f"world: {self.world}")
         for _ in range(EVENTS_MAX):
-            if self.to_come == 0 and self.faults != Faults() and self.rng.random() < 0.02:
+            if self.to_come == 0 and not self.healed and self.rng.random() < 0.02:
                 self._say("faults stop")
-                self.faults = Faults()
+                self.healed = True
+                self.rig.faults = self.world.faults.lasting()
             if not (self.to_come or self.scheduler.requests or self.moving or self.plans):
                 break
             self._event()
@@ -128,7 +115,7 @@ class Simulation:
         else:
             raise AssertionError(f"no end after {EVENTS_MAX} events: {self._state()}")
         self._check_end()
-        return Result(self.injected, self.probes.hit, self._trace.hexdigest())
+        return Result(self.rig.injected, self.probes.hit, self._trace.hexdigest())
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -156,11 +143,11 @@ class Simulation:
             return
         weights = [weight for weight, _ in events]
         rng.choices([event for _, event in events], weights)[0]()
-        if self.scheduler.requests and self._strikes("abort"):
+        if self.scheduler.requests and self.rig.strikes("abort"):
             self._abort(list(self.scheduler.requests))
-        if self.scheduler.loading and self._strikes("abort_loading"):
+        if self.scheduler.loading and self.rig.strikes("abort_loading"):
             self._abort(list(self.scheduler._loading))
-        if self._strikes("reset"):
+        if self.rig.strikes("reset"):
             self._reset()
 
     def _wait(self) -> None:
@@ -171,12 +158,6 @@ class Simulation:
         assert (deadline is None) == (not self.scheduler.loading)
         self.now = max(self.now, min([*times, *([] if deadline is None else [deadline])]))
         self._idle = False
-
-    def _strikes(self, fault: str) -> bool:
-        probability: float = getattr(self.faults, fault)
-        struck = probability > 0 and self.rng.random() < probability
-        self.injected[fault] += struck
-        return struck
 
     # --- events ----------------------------------------------------------------------------
 
@@ -191,14 +172,16 @@ class Simulation:
             self.probes.count("refused: can never fit")
             return
         request = self.scheduler.requests[request_id]
-        self.clients[request_id] = Client(prompt, params, request)
+        poisoned = self.rig.strikes("poison")
+        self.rig.poisoned |= {request_id} if poisoned else set()
+        self.clients[request_id] = Client(prompt, params, request, poisoned)
         self._say(f"{request_id} arrives, {len(prompt)} tokens, {params.max_tokens} to come")
         self._idle = False
 
     def _schedule(self) -> None:
         self.probes.before()
         late = [r for r in self.scheduler._loading.values() if r.load_deadline <= self.now]
-        self.injected["late_load"] += len(late)
+        self.rig.injected["late_load"] += len(late)
         plan = self.scheduler.schedule(self.now)
         self._collect("schedule")
         self.probes.after("schedule")
@@ -217,20 +200,9 @@ class Simulation:
     def _run_step(self) -> None:
         self._touched = True
         plan = self.submitted.popleft()
-        faulty = self.faulty
-        if self._strikes("bad_block"):
-            faulty.spoil([faulty.any_block()])
-        raises = self._strikes("step_raises")
-        outcome = self.executor.run(plan)
-        bad = outcome.invalid_blocks | faulty.noticed(plan)
-        if self._strikes("spurious"):
-            bad |= {faulty.any_block()}
-        outcome = StepOutcome(outcome.tokens, invalid_blocks=bad)
-        if raises:
-            outcome = StepOutcome(error=RuntimeError("injected"))
-            faulty.spoil_written(plan)
+        outcome = self.rig.run_step(plan)
         self.ran.append((plan, outcome))
-        self._say(f"step {plan.step} ran: raised {raises}, invalid {sorted(bad)}")
+        self._say(f"step {plan.step} ran: {outcome.error or sorted(outcome.invalid_blocks)}")
 
     def _apply(self) -> None:
         self._touched = True
@@ -246,7 +218,7 @@ class Simulation:
         """Its bytes move; it reports at once, or later."""
         self._touched = True
         if moving.result is None:
-            moving.result = self.faulty.move(moving.transfer)
+            moving.result = self.rig.faulty.move(moving.transfer)
             if self.rng.random() < 0.5:
                 return
         self.moving.remove(moving)
@@ -275,7 +247,7 @@ class Simulation:
         """What every call of the scheduler may leave behind: outputs, and transfers to start."""
         self._hear(self.scheduler.take_outputs())
         for transfer in self.scheduler.take_transfers():
-            slow = self._strikes("slow_transfer")
+            slow = self.rig.strikes("slow_transfer")
             wait = self.rng.uniform(3, 60) if slow else 0.0
             self.moving.append(Moving(transfer, self.now + wait))
             self._say(f"  {event} starts {transfer}")
@@ -284,11 +256,8 @@ class Simulation:
     def _hear(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
             client = self.clients[output.request_id]
-            assert client.end is None, f"{output.request_id} was told something after its end"
-            if output.token is not None:
-                client.tokens.append(output.token)
+            client.hear(output)
             if output.finish is not None:
-                client.end = output
                 self.traffic.ended(client.prompt + client.tokens)
                 self._say(f"{output.request_id} ends: {output.finish.value} {output.message}")
 
@@ -304,8 +273,8 @@ class Simulation:
         if self._touched:  # bytes have moved, or names may have been given
             self._touched = False
             self.chains.learn(c.request for c in self.clients.values())
-            self.chains.check_device(scheduler, self.faulty.bad_blocks)
-            self.chains.check_host(self.manager, self.faulty.arena, self.faulty.bad_slots)
+            self.chains.check_device(scheduler, self.rig.faulty.bad_blocks)
+            self.chains.check_host(self.manager, self.rig.faulty.arena, self.rig.faulty.bad_slots)
 
     def _check_totals(self) -> None:
         """Counters never go down, and say what the clients heard."""
@@ -332,145 +301,98 @@ class Simulation:
 
     def _check_end(self) -> None:
         assert self.scheduler.schedule(self.now) is None
-        invariants.check_drained(self.scheduler, self.manager)
-        for request_id, client in self.clients.items():
-            self._check_client(request_id, client)
-        counters, below, injected = self.scheduler.counters, self.manager.counters, self.injected
-        assert counters.failed_steps == injected["step_raises"]
-        assert below.store_failed == injected["store_fails"]
-        assert (
-            counters.finished[FinishReason.ABORT] <= injected["abort"] + injected["abort_loading"]
-        )
-        lost = injected.total() - sum(
-            injected[harmless] for harmless in ("abort", "abort_loading", "reset", "slow_transfer")
-        )
-        if not lost:
-            assert not counters.recomputed_tokens[Cause.FAILED], "recomputed without a fault"
-            assert not counters.finished[FinishReason.ERROR], "an error without a fault"
-            assert not below.load_failed, "a failed load without a fault"
-
-    def _check_client(self, request_id: str, client: Client) -> None:
-        end, tokens = client.end, client.tokens
-        assert end is not None, f"{request_id} has no end"
-        assert end.report is not None
-        limit = client.request.length_max - len(client.prompt)
-        if client.params.max_tokens is not None:
-            limit = min(client.params.max_tokens, self.world.length_max - len(client.prompt))
-        truth = oracle(self.executor.model, client.prompt, client.params, limit)
-        reason, count = _natural_end(truth, client.params)
-        assert tokens == truth[: len(tokens)], f"{request_id}: {tokens}, the oracle says {truth}"
-        if end.finish not in (FinishReason.ABORT, FinishReason.ERROR):
-            assert (end.finish, len(tokens)) == (reason, count), f"{request_id} ends by {end}"
-        assert len(tokens) <= count
-        assert end.report.prompt_tokens == len(client.prompt)
-        assert end.report.output_tokens == len(tokens)
-        sources = sum(end.report.sources.values())
-        assert sources == len(client.prompt) if tokens else sources <= len(client.prompt)
+        self.rig.check_end(list(self.clients.values()))
+        injected, ended = self.rig.injected, self.scheduler.counters.finished
+        assert ended[FinishReason.ABORT] <= injected["abort"] + injected["abort_loading"]
 
     # --- telling ---------------------------------------------------------------------------
 
     def _state(self) -> str:
         requests = list(self.scheduler.requests.values())
-        return (
-            f"{self.scheduler!r} {requests} moving {self.moving}, seed's injected {self.injected}"
-        )
+        return f"{self.scheduler!r} {requests} moving {self.moving}, seed's injected {self.rig.injected}"
 
     def _say(self, line: str) -> None:
         self._trace.update(line.encode())
         self._tell(f"{self.now:8.2f} {line}")
 
 
-def _natural_end(truth: Sequence[int], params: SamplingParams) -> tuple[FinishReason, int]:
-    """How and after how many tokens a request ends that nobody disturbs, by the definitions."""
-    for count in range(1, len(truth) + 1):
-        if truth[count - 1] in params.stop_token_ids:
-            return FinishReason.STOP, count
-        if count == len(truth):
-            return FinishReason.LENGTH, count
-        rule = params.repetition
-        if rule is not None:
-            for size in range(1, rule.max_pattern_size + 1):
-                pattern = list(truth[max(0, count - size) : count])
-                said = size * rule.min_count
-                if said <= count and list(truth[count - said : count]) == pattern * rule.min_count:
-                    return FinishReason.REPETITION, count
-    raise AssertionError("unreachable")
-
-
-def _config(world: World, manager: OffloadManager) -> SchedulerConfig:
-    def config(num_blocks: int) -> SchedulerConfig:
-        return SchedulerConfig(
-            num_blocks=num_blocks,
-            block_size=world.block_size,
-            groups=world.groups,
-            length_max=world.length_max,
-            batch_max=world.batch_max,
-            step_tokens_max=world.step_tokens_max,
-            overlap=world.overlap,
-            sync_load_blocks_max=world.sync_load_blocks_max,
-            load_deadline_s=world.load_deadline_s,
-            max_step_retries=world.max_step_retries,
-            fail_on_lost_kv=world.fail_on_lost_kv,
-        )
-
-    longest = Scheduler(config(1), manager).kv.blocks_needed_max(world.length_max - 1)
-    return config(max(1, round(longest * (1 + world.spare))))
-
-
 # --- the command -----------------------------------------------------------------------------
 
 
-def simulate(seed: int, verbose: bool = False) -> tuple[str, Result | None]:
-    """Run a seed. Returns how it failed ("" where it did not), and what it brought."""
-    simulation = Simulation(seed, tell=print if verbose else lambda line: None)
+def simulate(seed: int, parts: Parts = DEFAULT_PARTS, verbose: bool = False) -> Verdict:
+    """Run a seed. A failure is part of the verdict, never raised."""
     try:
-        return "", simulation.run()
+        simulation = Simulation(seed, parts=parts, tell=print if verbose else lambda line: None)
+        return Verdict(seed, "", simulation.run())
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.filename.rsplit('/', 1)[-1]}:{place.lineno}"
         if verbose:
             traceback.print_exc()
-        return f"{where} {type(error).__name__}: {error}"[:600], None
+        return Verdict(seed, f"{where} {type(error).__name__}: {error}"[:600], None)
+
+
+def simulate_all(seeds: Iterable[int], parts: Parts = DEFAULT_PARTS) -> Iterator[Verdict]:
+    """Run many seeds on two processes, in order."""
+    with ProcessPoolExecutor(2) as pool:
+        yield from pool.map(partial(simulate, parts=parts), seeds, chunksize=8)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seed", type=int, help="run this seed only")
-    parser.add_argument(
-        "--seeds", type=int, nargs=2, metavar=("A", "B"), help="run seeds A to B - 1"
-    )
-    parser.add_argument("-v", "--verbose", action="store_true", help="tell every event of --seed")
-    arguments = parser.parse_args()
+    arguments = _arguments()
+    parts = Parts(_named(arguments.policy), _named(arguments.memory))
     if arguments.seed is not None:
-        failure, result = simulate(arguments.seed, arguments.verbose)
-        print(
-            failure or f"seed {arguments.seed} is fine: {dict(result.injected if result else {})}"
-        )
-        return bool(failure)
-    first, last = arguments.seeds or (0, 200)
-    injected: Counter[str] = Counter()
+        verdict = simulate(arguments.seed, parts, arguments.verbose)
+        injected = dict(+verdict.result.injected) if verdict.result else {}
+        print(verdict.failure or f"seed {arguments.seed} is fine: {injected}")
+        return bool(verdict.failure)
+    first, last = arguments.seeds
+    total: Counter[str] = Counter()
     probes: Counter[str] = Counter()
-    failures = 0
-    with ProcessPoolExecutor(2) as pool:
-        seeds = range(first, last)
-        for seed, (failure, result) in zip(
-            seeds, pool.map(simulate, seeds, chunksize=8), strict=True
-        ):
-            if result is None:
-                failures += 1
-                print(f"seed {seed} failed: {failure}")
-                print(f"  replay: python -m ebbtide.testing.simulator --seed {seed} -v")
-            else:
-                injected += result.injected
-                probes += result.probes
+    failed: list[int] = []
+    for verdict in simulate_all(range(first, last), parts):
+        if verdict.result is None:
+            failed.append(verdict.seed)
+            print(f"seed {verdict.seed} failed: {verdict.failure}")
+            print(f"  replay: python -m ebbtide.testing.simulator --seed {verdict.seed} -v")
+        else:
+            total += verdict.result.injected
+            probes += verdict.result.probes
+    if arguments.keep and failed:
+        with arguments.keep.open("a") as file:
+            file.writelines(f"{seed}\n" for seed in failed)
     if arguments.verbose:
-        for name, count in sorted({**injected, **probes}.items()):
+        for name, count in sorted({**total, **probes}.items()):
             print(f"  {name}: {count}")
+    missed = sorted(NAMES - probes.keys()) if last - first >= STANDARD_SEEDS else []
+    for name in missed:
+        print(f"never seen: {name}")
     print(
-        f"sim: {last - first} seeds, {failures} failures, {injected.total()} faults injected, "
+        f"sim: {last - first} seeds, {len(failed)} failures, {total.total()} faults injected, "
         f"{len(probes)} probes hit"
     )
-    return bool(failures)
+    return bool(failed or missed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--seed", type=int, help="run this seed only")
+    add("--seeds", type=int, nargs=2, metavar=("A", "B"), default=(0, 200), help="A to B - 1")
+    add("-v", "--verbose", action="store_true", help="tell every event of --seed, or all counts")
+    add("--keep", type=Path, metavar="FILE", help="append the seeds that failed to this file")
+    add("--policy", default="ebbtide.offload.policies:LRU", metavar="MODULE:NAME")
+    add("--memory", default="ebbtide.offload.arena:Arena", metavar="MODULE:NAME")
+    return parser.parse_args()
+
+
+def _named(path: str) -> Any:
+    """The object that "module:name" says."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(f"{path!r} names nothing that can be imported: {error}") from error
 
 
 if __name__ == "__main__":

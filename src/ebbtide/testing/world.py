@@ -27,10 +27,12 @@ GROUPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Probabilities. Loads, stores: per transfer; steps and blocks: per step; the others per event.
+    """Probabilities. Loads, stores: per transfer; steps and blocks: per step; poison: per request;
+    the others per event.
 
     corrupt_load: it reports success, but the blocks are garbage, which the first step that reads
-    them reports. bad_block: a block turns to garbage; spurious: a sound block is reported as bad.
+    them reports. bad_block: a block turns to garbage; broken_block: it is always the same one;
+    spurious: a sound block is reported as bad. poison: every step that samples for it fails.
     """
 
     load_fails: float = 0.0
@@ -39,7 +41,9 @@ class Faults:
     slow_transfer: float = 0.0
     step_raises: float = 0.0
     bad_block: float = 0.0
+    broken_block: float = 0.0
     spurious: float = 0.0
+    poison: float = 0.0
     abort: float = 0.0
     abort_loading: float = 0.0
     reset: float = 0.0
@@ -53,16 +57,25 @@ class Faults:
             "slow_transfer": (0.1, 0.5),
             "step_raises": (0.02, 0.1),
             "bad_block": (0.02, 0.1),
+            "broken_block": (0.3, 1.0),
             "spurious": (0.02, 0.05),
+            "poison": (0.05, 0.2),
             "abort": (0.005, 0.04),
             "abort_loading": (0.05, 0.3),
             "reset": (0.005, 0.03),
         }
-        if rng.random() < 0.15:
+        names = [f.name for f in fields(Faults)]
+        kind = rng.randrange(8)
+        if kind == 0:
             return Faults()
-        return Faults(
-            **{f.name: rng.choice((0.0, rng.uniform(*strong[f.name]))) for f in fields(Faults)}
-        )
+        if kind <= 2:  # one kind of fault alone: its effects are plain to see
+            name = rng.choice(names)
+            return Faults(**{name: strong[name][1]})
+        return Faults(**{n: rng.choice((0.0, rng.uniform(*strong[n]))) for n in names})
+
+    def lasting(self) -> Faults:
+        """Those that do not stop when the world heals."""
+        return Faults(poison=self.poison, broken_block=self.broken_block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +111,7 @@ class World:
             batch_max=rng.choice((1, 3, 6, 10)),
             sync_load_blocks_max=rng.choice((0, 0, 3, 100)),
             load_deadline_s=rng.choice((4.0, NEVER_S)),
-            max_step_retries=rng.choice((0, 2, 1000)),
+            max_step_retries=rng.choice((0, 2, 3, 5)),
             fail_on_lost_kv=rng.random() < 0.2,
             host_slots=rng.choice((0, 6, 20, 60, 100)),
             stores_max=rng.choice((1, 8, 64, 64)),

@@ -1,0 +1,189 @@
+"""What both modes of the simulator are made of: an engine's parts with the witness as its model.
+
+A ``Rig`` builds scheduler, offload, witness and faulty memory for a world; ``Client`` is a request
+as its owner sees it, and knows what it must have heard in the end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ebbtide.core.ledger import Cause
+from ebbtide.core.output import Output
+from ebbtide.core.plan import StepOutcome, StepPlan
+from ebbtide.core.request import FinishReason, Request
+from ebbtide.core.scheduler import SUSPECT, Scheduler, SchedulerConfig
+from ebbtide.offload.arena import Arena, ChunkMemory
+from ebbtide.offload.host import HostSlots
+from ebbtide.offload.manager import OffloadManager
+from ebbtide.offload.policies import LRU, EvictionPolicy
+from ebbtide.params import SamplingParams
+from ebbtide.testing import invariants
+from ebbtide.testing.faulty import FaultyMemory
+from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
+from ebbtide.testing.world import World
+
+HARMLESS = ("abort", "abort_loading", "reset", "slow_transfer")  # nothing is lost by these
+
+
+class Parts(NamedTuple):
+    """What a user of the simulator may replace by something of their own.
+
+    policy: makes an eviction policy. memory: makes the memory of the host tier, from the number of
+    slots, the blocks per chunk and the bytes per block.
+    """
+
+    policy: Callable[[], EvictionPolicy] = LRU
+    memory: Callable[[int, int, int], ChunkMemory] = Arena
+
+
+DEFAULT_PARTS = Parts()
+
+
+class Rig:
+    def __init__(self, world: World, rng: random.Random, parts: Parts) -> None:
+        self.world = world
+        self.rng = rng
+        self.faults = world.faults
+        self.injected: Counter[str] = Counter()
+        self.poisoned: set[str] = set()  # every step that samples for one of these fails
+        self.model = model = WitnessModel(world.groups, vocabulary=world.vocabulary)
+        self.manager = OffloadManager(
+            HostSlots(world.host_slots, parts.policy()),
+            world.blocks_per_chunk,
+            len(world.groups),
+            world.stores_max,
+        )
+        self.scheduler = Scheduler(_config(world, self.manager), self.manager)
+        num_blocks = self.scheduler.config.num_blocks
+        memory = WitnessMemory(model, num_blocks, world.block_size)
+        self.arena = parts.memory(world.host_slots, world.blocks_per_chunk, memory.block_bytes)
+        self.faulty = FaultyMemory(world.groups, memory, self.arena, rng, self.strikes)
+        self.executor = WitnessExecutor(model, memory, self.faulty.move)
+        self._broken = self.faulty.any_block()
+
+    def strikes(self, fault: str) -> bool:
+        """Whether the named fault happens now."""
+        probability: float = getattr(self.faults, fault)
+        struck = probability > 0 and self.rng.random() < probability
+        self.injected[fault] += struck
+        return struck
+
+    def run_step(self, plan: StepPlan) -> StepOutcome:
+        """Run a plan on the witness, or do it harm."""
+        faulty = self.faulty
+        if self.strikes("bad_block"):
+            faulty.spoil([faulty.any_block()])
+        if self.strikes("broken_block"):
+            faulty.spoil([self._broken])
+        raises = self.strikes("step_raises")
+        sampled = {row.request_id for row in plan.rows if row.sampling is not None}
+        if not raises and self.poisoned & sampled:
+            self.injected["poisoned_step"] += 1
+            raises = True
+        outcome = self.executor.run(plan)
+        bad = outcome.invalid_blocks | faulty.noticed(plan)
+        if self.strikes("spurious"):
+            bad |= {faulty.any_block()}
+        if raises:
+            faulty.spoil_written(plan)
+            return StepOutcome(error=RuntimeError("injected"))
+        return StepOutcome(outcome.tokens, invalid_blocks=bad)
+
+    def check_end(self, clients: Sequence[Client]) -> None:
+        """Everything has ended: nothing is left, and nothing has happened without a cause."""
+        invariants.check_drained(self.scheduler, self.manager)
+        for client in clients:
+            client.check(self.model, self.world)
+        counters, below, injected = self.scheduler.counters, self.manager.counters, self.injected
+        assert counters.failed_steps == injected["step_raises"] + injected["poisoned_step"]
+        assert below.store_failed == injected["store_fails"]
+        errors = [c for c in clients if c.end and c.end.finish is FinishReason.ERROR]
+        harm = injected.total() - sum(injected[fault] for fault in HARMLESS)
+        if not harm:
+            assert not counters.recomputed_tokens[Cause.FAILED], "recomputed without a fault"
+            assert not below.load_failed, "a failed load without a fault"
+            assert not errors, "an error without a fault"
+        harm -= injected["poison"] + injected["poisoned_step"]
+        if not harm and self.world.max_step_retries >= SUSPECT:
+            ends = [c.end.message for c in errors if c.end and not c.poisoned]
+            assert not ends, f"errors of requests that did no harm: {ends}"
+
+
+@dataclass(slots=True)
+class Client:
+    """A request as its owner sees it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    request: Request
+    poisoned: bool
+    tokens: list[int] = field(default_factory=list)
+    end: Output | None = None
+
+    def hear(self, output: Output) -> None:
+        assert self.end is None, f"{output.request_id} was told something after its end"
+        if output.token is not None:
+            self.tokens.append(output.token)
+        if output.finish is not None:
+            self.end = output
+
+    def check(self, model: WitnessModel, world: World) -> None:
+        """It has heard what the oracle says, up to the end that it had to come to."""
+        end, tokens, name = self.end, self.tokens, self.request.id
+        assert end is not None, f"{name} has no end"
+        assert end.report is not None
+        limit = self.request.length_max - len(self.prompt)
+        if self.params.max_tokens is not None:
+            limit = min(self.params.max_tokens, world.length_max - len(self.prompt))
+        truth = oracle(model, self.prompt, self.params, limit)
+        reason, count = _natural_end(truth, self.params)
+        assert tokens == truth[: len(tokens)], f"{name}: {tokens}, the oracle says {truth}"
+        if end.finish not in (FinishReason.ABORT, FinishReason.ERROR):
+            assert (end.finish, len(tokens)) == (reason, count), f"{name} ends by {end}"
+        assert len(tokens) <= count
+        assert end.report.prompt_tokens == len(self.prompt)
+        assert end.report.output_tokens == len(tokens)
+        sources = sum(end.report.sources.values())
+        assert sources == len(self.prompt) if tokens else sources <= len(self.prompt)
+
+
+def _natural_end(truth: Sequence[int], params: SamplingParams) -> tuple[FinishReason, int]:
+    """How and after how many tokens a request ends that nobody disturbs, by the definitions."""
+    for count in range(1, len(truth) + 1):
+        if truth[count - 1] in params.stop_token_ids:
+            return FinishReason.STOP, count
+        if count == len(truth):
+            return FinishReason.LENGTH, count
+        rule = params.repetition
+        if rule is not None:
+            for size in range(1, rule.max_pattern_size + 1):
+                pattern = list(truth[max(0, count - size) : count])
+                said = size * rule.min_count
+                if said <= count and list(truth[count - said : count]) == pattern * rule.min_count:
+                    return FinishReason.REPETITION, count
+    raise AssertionError("unreachable")
+
+
+def _config(world: World, manager: OffloadManager) -> SchedulerConfig:
+    def config(num_blocks: int) -> SchedulerConfig:
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=world.block_size,
+            groups=world.groups,
+            length_max=world.length_max,
+            batch_max=world.batch_max,
+            step_tokens_max=world.step_tokens_max,
+            overlap=world.overlap,
+            sync_load_blocks_max=world.sync_load_blocks_max,
+            load_deadline_s=world.load_deadline_s,
+            max_step_retries=world.max_step_retries,
+            fail_on_lost_kv=world.fail_on_lost_kv,
+        )
+
+    longest = Scheduler(config(1), manager).kv.blocks_needed_max(world.length_max - 1)
+    return config(max(1, round(longest * (1 + world.spare))))
