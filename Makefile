@@ -26,7 +26,8 @@ format: $(READY)
 	@$(BIN)/ruff check --fix .
 
 sim: $(READY)
-	@$(BIN)/python -m ebbtide.testing.simulator --seeds 0 $(or $(SEEDS),2000)
+	@$(BIN)/python -m ebbtide.testing.simulator --seeds 0 $(or $(SEEDS),2000) \
+		--keep tests/testing/failed_seeds.txt
 
 parity: $(READY)
 	@$(BIN)/python benchmarks/parity.py $(ARGS)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,46 +14,49 @@ from ebbtide.core.kv_manager import KVManager
 from ebbtide.core.pool import BlockPool
 from ebbtide.core.request import Request
 from ebbtide.core.scheduler import Scheduler
+from ebbtide.offload.arena import Arena, Bytes
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.testing import simulator
 from ebbtide.testing.probes import NAMES
-from ebbtide.testing.simulator import Simulation, simulate
+from ebbtide.testing.rig import Parts
+from ebbtide.testing.simulator import Simulation, Verdict, simulate, simulate_all
 from ebbtide.testing.world import Faults, World
 
+FAILED_ONCE = Path(__file__).parent / "failed_seeds.txt"
 SEEDS = 150
 # Too rare to be met by so few seeds. `make sim` meets them all.
 RARE = 12
 
 
 @pytest.fixture(scope="module")
-def results() -> list[tuple[str, simulator.Result | None]]:
-    return [simulate(seed) for seed in range(SEEDS)]
+def results() -> list[Verdict]:
+    return list(simulate_all(range(SEEDS)))
 
 
-def test_standard_run_finds_nothing(
-    results: list[tuple[str, simulator.Result | None]],
-) -> None:
-    failures = [f"seed {seed}: {failure}" for seed, (failure, _) in enumerate(results) if failure]
-    assert not failures
+def test_standard_run_finds_nothing(results: list[Verdict]) -> None:
+    assert not [verdict for verdict in results if verdict.failure]
 
 
-def test_standard_run_comes_by_the_rare_branches(
-    results: list[tuple[str, simulator.Result | None]],
-) -> None:
+def test_seeds_that_once_failed() -> None:
+    lines = FAILED_ONCE.read_text().splitlines()
+    seeds = {int(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()}
+    assert seeds
+    assert not [verdict for verdict in simulate_all(sorted(seeds)) if verdict.failure]
+
+
+def test_standard_run_comes_by_the_rare_branches(results: list[Verdict]) -> None:
     hit: Counter[str] = Counter()
-    for _, result in results:
-        hit += result.probes if result else Counter()
+    for verdict in results:
+        hit += verdict.result.probes if verdict.result else Counter()
     missed = sorted(NAMES - hit.keys())
     assert len(missed) <= RARE, f"never seen: {missed}"
 
 
-def test_standard_run_injects_every_kind_of_fault(
-    results: list[tuple[str, simulator.Result | None]],
-) -> None:
+def test_standard_run_injects_every_kind_of_fault(results: list[Verdict]) -> None:
     injected: Counter[str] = Counter()
-    for _, result in results:
-        injected += result.injected if result else Counter()
+    for verdict in results:
+        injected += verdict.result.injected if verdict.result else Counter()
     assert set(Faults.__dataclass_fields__) <= injected.keys()
 
 
@@ -67,28 +73,23 @@ def test_a_seed_run_twice_ends_the_same(seed: int) -> None:
     assert traces[0] != Simulation(seed + 1).run().trace
 
 
-class MostRecentFirst:
-    """An eviction policy of somebody else's."""
-
-    def __init__(self) -> None:
-        self._keys: list[bytes] = []
-
-    def add(self, key: bytes) -> None:
-        self._keys.append(key)
-
-    def touch(self, key: bytes) -> None:
-        pass
-
-    def remove(self, key: bytes) -> None:
-        self._keys.remove(key)
-
-    def victim(self) -> bytes | None:
-        return self._keys.pop() if self._keys else None
+def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs/testing.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "mine.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    (command,) = re.findall(r"python -m (ebbtide.*mine:.*)", text)
+    monkeypatch.setattr("sys.argv", [*command.split(), "--seeds", "0", "20"])
+    assert simulator.main() == 0
 
 
-def test_a_policy_of_ones_own_can_be_tested() -> None:
-    for seed in range(10):
-        Simulation(seed, policy=MostRecentFirst).run()
+def test_memory_of_ones_own_that_is_wrong_is_noticed() -> None:
+    class Forgetful(Arena):
+        def slot(self, number: int, offset: int, count: int) -> Bytes:
+            return super().slot(number, 0, count)
+
+    parts = Parts(memory=Forgetful)
+    assert any(simulate(seed, parts).failure for seed in range(40))
 
 
 def test_a_world_of_ones_own_can_be_tested() -> None:
@@ -101,30 +102,34 @@ def _fields(world: World) -> dict[str, object]:
     return {name: getattr(world, name) for name in World.__dataclass_fields__}
 
 
-def test_a_failing_seed_says_how_to_replay_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_failing_seed_says_how_to_replay_it_and_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(simulator, "simulate", _fails)
-    monkeypatch.setattr(simulator, "ProcessPoolExecutor", _SameProcess)
-    monkeypatch.setattr("sys.argv", ["simulator", "--seeds", "5", "7"])
+    def fail(seeds: range, parts: Parts) -> Iterator[Verdict]:
+        return (Verdict(seed, "a rule was broken", None) for seed in seeds)
+
+    monkeypatch.setattr(simulator, "simulate_all", fail)
+    kept = tmp_path / "kept"
+    monkeypatch.setattr("sys.argv", ["simulator", "--seeds", "5", "7", "--keep", str(kept)])
     assert simulator.main() == 1
     said = capsys.readouterr().out
     assert "python -m ebbtide.testing.simulator --seed 5 -v" in said
     assert said.endswith("sim: 2 seeds, 2 failures, 0 faults injected, 0 probes hit\n")
+    assert kept.read_text() == "5\n6\n"
 
 
-def _fails(seed: int) -> tuple[str, None]:
-    return "a rule was broken", None
+def test_a_standard_run_that_misses_a_probe_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hit = Counter(NAMES - {"host: evicted"})
 
+    def pass_by(seeds: range, parts: Parts) -> Iterator[Verdict]:
+        return (Verdict(seed, "", simulator.Result(Counter(), hit, "")) for seed in seeds)
 
-class _SameProcess:
-    def __init__(self, processes: int) -> None: ...
-    def __enter__(self) -> _SameProcess:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-    def map(self, function: object, seeds: range, chunksize: int) -> object:
-        return map(function, seeds)  # type: ignore[call-overload]
+    monkeypatch.setattr(simulator, "simulate_all", pass_by)
+    monkeypatch.setattr("sys.argv", ["simulator", "--seeds", "0", "2000"])
+    assert simulator.main() == 1
+    assert "never seen: host: evicted" in capsys.readouterr().out
 
 
 # --- mutants: faults of other engines, planted here; the simulator must catch each ---------
@@ -274,4 +279,4 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
 def test_mutant_is_caught(mutant: object, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)  # type: ignore[operator]
-    assert any(simulate(seed)[0] for seed in range(60)), "no seed of 60 notices"
+    assert any(simulate(seed).failure for seed in range(60)), "no seed of 60 notices"

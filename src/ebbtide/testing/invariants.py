@@ -118,16 +118,22 @@ def check_blocks(
     pool = scheduler.kv.pool
     flights = [flight.transfer for flight in scheduler.kv._flights.values()]
     assert sorted(t.id for t in moving) == sorted(t.id for t in flights), "a transfer is lost"
-    holders = Counter(block for t in flights for block in t.blocks)
-    users = Counter(
-        block for r in scheduler.requests.values() for t in r.tables for block in t.blocks
-    )
-    holders.update(users)
+    users = [0] * pool.num_blocks
+    for request in scheduler.requests.values():
+        for _, blocks in request.tables:
+            for block in blocks:
+                users[block] += 1
+    holders = list(users)
+    for transfer in flights:
+        for block in transfer.blocks:
+            holders[block] += 1
     references = pool._references
-    wrong = [b for b in range(pool.num_blocks) if references[b] != holders[b]]
-    assert not wrong, f"references differ at {[(b, references[b], holders[b]) for b in wrong]}"
-    free = {b for b in range(pool.num_blocks) if not holders[b]}
-    assert sorted([*pool._blank, *pool._cached]) == sorted(free), "free lists differ"
+    if holders != references:
+        wrong = [(b, r, h) for b, (r, h) in enumerate(zip(references, holders, strict=True))]
+        raise AssertionError(f"references differ at {[w for w in wrong if w[1] != w[2]]}")
+    free = {block for block, count in enumerate(holders) if not count}
+    assert len(pool._blank) + len(pool._cached) == len(free), "a block is free twice, or lost"
+    assert free.issuperset(pool._blank), "a blank block is in use"
     assert pool._cached.keys() == free & pool._name.keys(), "cached blocks differ"
     indexed = {b: (g, d) for g, index in enumerate(pool._index) for d, b in index.items()}
     assert indexed == _names(pool), "index and names differ"
@@ -146,7 +152,7 @@ def _check_written(
     scheduler: Scheduler,
     plans: Sequence[StepPlan],
     flights: Iterable[Transfer],
-    users: Counter[int],
+    users: Sequence[int],
 ) -> None:
     """A block that a step or a load is writing has no name and is in one table at most."""
     pool, size = scheduler.kv.pool, scheduler.config.block_size
@@ -174,25 +180,26 @@ def check_host(manager: OffloadManager, moving: Sequence[Transfer]) -> None:
     slots = manager.slots
     loads = Counter(t.slot for t in moving if t.direction is Direction.LOAD)
     fills = Counter(t.slot for t in moving if t.direction is Direction.STORE)
+    found: dict[bytes, int] = {}
+    free: list[int] = []
     for number, slot in enumerate(slots._slots):
-        state, used = slot.state, number in loads or number in fills
-        assert slot.pins == (loads[number] if used else 0), f"slot {number}: {slot}, pins differ"
-        if not used:
+        state = slot.state
+        if state is SlotState.READY or state is SlotState.FILLING:
+            found[slot.key] = number
+        if number not in loads and number not in fills:
             quiet = state is SlotState.FREE or state is SlotState.READY
             assert quiet, f"slot {number} is {state.name}, but nobody uses it"
-        elif fills[number]:
-            filled = fills[number] == 1 and not slot.pins
+            assert not slot.pins, f"slot {number}: {slot}, pins differ"
+            if state is SlotState.FREE:
+                free.append(number)
+        elif number in fills:
+            filled = fills[number] == 1 and not slot.pins and number not in loads
             assert filled, f"slot {number} has {fills[number]} stores, {slot.pins} loads"
             assert state in (SlotState.FILLING, SlotState.DRAINING), f"slot {number}: {slot}"
         else:
+            assert slot.pins == loads[number], f"slot {number}: {slot}, pins differ"
             assert state in (SlotState.READY, SlotState.DRAINING), f"slot {number}: {slot}"
-    found = {
-        slot.key: number
-        for number, slot in enumerate(slots._slots)
-        if slot.state is SlotState.FILLING or slot.state is SlotState.READY
-    }
     assert found == slots._at, "the index of the slots differs"
-    free = [number for number, slot in enumerate(slots._slots) if slot.state is SlotState.FREE]
     assert sorted(slots._free) == free, "the free list of the slots differs"
     assert manager._stores == sum(fills.values()), "stores in flight differ"
 

@@ -93,6 +93,7 @@ class Simulation:
         self.moving: list[Moving] = []
         self.probes = Probes(self.scheduler, self.manager)
         self.healed = False
+        self._decided = False  # the scheduler was called
         self._touched = False
         self._idle = False  # the last schedule() found nothing, and nothing has happened since
         self._totals: tuple[int, ...] = ()
@@ -176,7 +177,7 @@ class Simulation:
         self.rig.poisoned |= {request_id} if poisoned else set()
         self.clients[request_id] = Client(prompt, params, request, poisoned)
         self._say(f"{request_id} arrives, {len(prompt)} tokens, {params.max_tokens} to come")
-        self._idle = False
+        self._collect("arrival")
 
     def _schedule(self) -> None:
         self.probes.before()
@@ -252,6 +253,7 @@ class Simulation:
             self.moving.append(Moving(transfer, self.now + wait))
             self._say(f"  {event} starts {transfer}")
         self._idle = False
+        self._decided = True
 
     def _hear(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
@@ -265,16 +267,18 @@ class Simulation:
 
     def _check(self) -> None:
         scheduler, plans = self.scheduler, self.plans
-        transfers = [m.transfer for m in self.moving] + [t for p in plans for t in p.loads]
-        invariants.check_requests(scheduler, plans)
-        invariants.check_blocks(scheduler, plans, transfers)
-        invariants.check_host(self.manager, transfers)
-        self._check_totals()
+        if self._decided:
+            self._decided = False
+            transfers = [m.transfer for m in self.moving] + [t for p in plans for t in p.loads]
+            invariants.check_requests(scheduler, plans)
+            invariants.check_blocks(scheduler, plans, transfers)
+            invariants.check_host(self.manager, transfers)
+            self._check_totals()
         if self._touched:  # bytes have moved, or names may have been given
             self._touched = False
             self.chains.learn(c.request for c in self.clients.values())
             self.chains.check_device(scheduler, self.rig.faulty.bad_blocks)
-            self.chains.check_host(self.manager, self.rig.faulty.arena, self.rig.faulty.bad_slots)
+            self.chains.check_host(self.manager, self.rig.arena, self.rig.faulty.bad_slots)
 
     def _check_totals(self) -> None:
         """Counters never go down, and say what the clients heard."""
