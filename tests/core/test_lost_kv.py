@@ -7,41 +7,64 @@ import pytest
 from ebbtide.core.groups import KVGroup
 from ebbtide.core.request import FinishReason, State
 
-from .harness import Harness, tokens
+from .harness import FULL, MIXED, Harness, both, one_and_two_groups, tokens
 
-both = pytest.mark.parametrize("overlap", [1, 2])
-one_and_two_groups = pytest.mark.parametrize(
-    "groups", [(KVGroup(),), (KVGroup(), KVGroup(window=6))], ids=["full", "full+window"]
-)
 PROMPT = tokens(21)  # 5 blocks, and one position more
+Groups = tuple[KVGroup, ...]
 
 
-# --- loads inside the step -----------------------------------------------------------------
+# --- loads ---------------------------------------------------------------------------------
+
+# Loads 0 to 4 are of full attention; 5 and 6 bring blocks 3 and 4 for a window of 6 positions. What
+# came back is on the device, the window that a shorter prefix needs comes from below:
+LOST = [
+    # groups, lost loads, then tokens from (device, host, computed)
+    pytest.param(FULL, [0], (0, 0, 21), id="first"),
+    pytest.param(FULL, [2], (8, 0, 13), id="middle"),
+    pytest.param(FULL, [4], (16, 0, 5), id="last"),
+    pytest.param(FULL, [0, 1, 2, 3, 4], (0, 0, 21), id="all"),
+    pytest.param(FULL, [1, 3], (4, 0, 17), id="two of them"),
+    pytest.param(MIXED, [0], (0, 0, 21), id="two groups, first"),
+    pytest.param(MIXED, [2], (0, 8, 13), id="two groups, middle"),
+    pytest.param(MIXED, [4], (12, 4, 5), id="two groups, last of full attention"),
+    pytest.param(MIXED, [5], (4, 8, 9), id="two groups, first of the window"),
+    pytest.param(MIXED, [6], (12, 4, 5), id="two groups, last"),
+    pytest.param(MIXED, [0, 1, 2, 3, 4, 5, 6], (0, 0, 21), id="two groups, all"),
+    pytest.param(MIXED, [4, 5], (4, 8, 9), id="two groups, one of each"),
+]
 
 
 @both
-@one_and_two_groups
-@pytest.mark.parametrize(
-    ("lost", "from_host"),
-    [([0], 0), ([2], 8), ([4], 16), ([0, 1, 2, 3, 4], 0)],
-    ids=["first", "middle", "last", "all"],
-)
-def test_sync_load_lost(
-    overlap: int, groups: tuple[KVGroup, ...], lost: list[int], from_host: int
+@pytest.mark.parametrize("sync", [99, 0], ids=["sync", "async"])
+@pytest.mark.parametrize(("groups", "lost", "sources"), LOST)
+def test_loads_lose_the_first_a_middle_the_last_chunk_and_all(
+    overlap: int, sync: int, groups: Groups, lost: list[int], sources: tuple[int, int, int]
 ) -> None:
-    h = Harness(overlap=overlap, groups=groups, sync_load_blocks_max=100, step_tokens_max=16)
+    """It goes back to the longest prefix that is good in all groups. No lost chunk is tried again."""
+    h = Harness(overlap=overlap, groups=groups, sync_load_blocks_max=sync, step_tokens_max=21)
     h.warm("a", PROMPT, device=False)
+    below = h.all_chunks_below(PROMPT)
     h.lose_sync_load = lambda place: place in lost
     h.add("b", PROMPT)
-    h.step()
+    plan = h.schedule()
+    for number, load in enumerate(h.loads):
+        h.move(load, error="gone" if number in lost else "")
+    if plan:
+        h.fill()
+        h.drain()
     h.lose_sync_load = lambda place: False
     assert h.output("b") == []
+    assert h.state("b") is State.WAITING
+    assert h.manager.counters.load_failed == len(lost)
+    full = [n for n in range(5) if n not in lost]
+    window = [n for n in range(5) if n < 3 or n + 2 not in lost]
+    assert h.all_chunks_below(PROMPT) == [full, window][: len(groups)]
     h.run()
-    report = h.report("b")
-    assert report["device"] + report["host"] + report["computed"] == len(PROMPT)
-    # the prefix before the hole is on the device now; what was good behind it is not loaded again
-    assert report["device"] + report["host"] == from_host
+    assert h.sources("b") == sources
+    assert h.report("b")["failed"] == 0  # nothing had been computed, so nothing was computed again
+    assert h.manager.counters.load_failed == len(lost)
     assert h.scheduler.counters.failed_steps == 0
+    assert h.all_chunks_below(PROMPT) == below
     h.check_drained()
 
 
@@ -59,59 +82,11 @@ def test_lost_chunk_is_not_tried_twice_and_is_stored_again(overlap: int) -> None
 
 
 @both
-def test_policy_fail_ends_the_request_with_an_error(overlap: int) -> None:
-    h = Harness(overlap=overlap, sync_load_blocks_max=100)
-    h.warm("a", PROMPT, device=False)
-    h.lose_sync_load = lambda place: place == 3
-    h.add("b", PROMPT, fail_on_lost_kv=True)
-    h.add("c", tokens(9, start=4))
-    h.run()
-    assert h.finish("b") is FinishReason.ERROR
-    assert "position 12" in h.message("b")
-    assert h.finish("c") is FinishReason.LENGTH
-    h.check_drained()
-
-
-# --- loads beside the steps ----------------------------------------------------------------
-
-
-@both
 @one_and_two_groups
-@pytest.mark.parametrize(
-    "lost", [[0], [2], [4], [0, 1, 2, 3, 4]], ids=["first", "mid", "last", "all"]
-)
-def test_async_load_failed(overlap: int, groups: tuple[KVGroup, ...], lost: list[int]) -> None:
-    h = Harness(overlap=overlap, groups=groups)
-    h.warm("a", PROMPT, device=False)
-    h.add("b", PROMPT)
-    h.schedule()
-    loads = h.loads
-    for number, load in enumerate(loads):
-        h.move(load, error="gone" if number in lost else "")
-    assert h.state("b") is State.WAITING
-    h.run()
-    report = h.report("b")
-    assert report["device"] == min(lost) * 4 or len(groups) > 1
-    assert report["failed"] == 0  # nothing had been computed before, so nothing was computed again
-    assert h.manager.counters.load_failed == len(lost)
-    h.check_drained()
-
-
-def test_async_load_failed_under_policy_fail() -> None:
-    h = Harness(fail_on_lost_kv=True)
-    h.warm("a", PROMPT, device=False)
-    h.add("b", PROMPT)
-    h.schedule()
-    h.move(h.loads[1], error="the cable is out")
-    h.move(*h.loads)
-    assert h.finish("b") is FinishReason.ERROR
-    assert "the cable is out" in h.message("b")
-    h.check_drained()
-
-
-@both
-def test_late_load_counts_as_failed_and_its_blocks_stay_until_it_returns(overlap: int) -> None:
-    h = Harness(overlap=overlap, load_deadline_s=5.0)
+def test_a_load_that_never_returns_counts_as_failed_and_its_blocks_stay_until_it_does(
+    overlap: int, groups: Groups
+) -> None:
+    h = Harness(overlap=overlap, groups=groups, load_deadline_s=5.0)
     h.warm("a", PROMPT, device=False)
     h.now = 100.0
     h.add("b", PROMPT, max_tokens=3)
@@ -126,15 +101,46 @@ def test_late_load_counts_as_failed_and_its_blocks_stay_until_it_returns(overlap
             h.move(store)
         h.step()
     assert h.scheduler.next_deadline() is None
-    assert h.report("b")["computed"] == len(PROMPT)
-    assert h.scheduler.kv.transfers_in_flight >= len(loads) == 5
+    assert h.sources("b") == (0, 0, 21)
+    assert h.report("b")["failed"] == 0
+    h.move(*h.stores) if h.stores else None
+    reading = sum(len(load.blocks) for load in loads)
+    assert h.loads == loads
+    assert h.scheduler.kv.pool.available == 64 - reading
     h.move(*loads)
     h.run()
     h.check_drained()
 
 
-def test_late_load_whose_request_was_aborted_meanwhile() -> None:
-    h = Harness(load_deadline_s=5.0)
+@both
+def test_the_next_deadline_is_that_of_the_oldest_load_and_wakes_an_idle_engine(
+    overlap: int,
+) -> None:
+    h = Harness(overlap=overlap, load_deadline_s=5.0)
+    h.warm("x", PROMPT, device=False)
+    h.warm("y", tokens(21, start=3), device=False)
+    h.add("a", PROMPT)
+    assert h.schedule() is None
+    h.now = 2.0
+    h.add("b", tokens(21, start=3))
+    h.add("c", PROMPT)  # waits for a's load
+    assert h.schedule() is None
+    assert h.scheduler.next_deadline() == 5.0
+    h.now = 5.0
+    h.fill()
+    assert {row.request_id for row in h.plans[0].rows} == {"a"}  # c waits for what a computes now
+    assert h.scheduler.next_deadline() == 7.0
+    h.end("b")
+    assert h.scheduler.next_deadline() is None
+    h.run()
+    assert h.sources("a") == (0, 0, 21)
+    assert h.sources("c") == (20, 0, 1)
+    h.check_drained()
+
+
+@both
+def test_late_load_whose_request_was_aborted_meanwhile(overlap: int) -> None:
+    h = Harness(overlap=overlap, load_deadline_s=5.0)
     h.warm("a", PROMPT, device=False)
     h.add("b", PROMPT)
     h.schedule()
@@ -147,16 +153,21 @@ def test_late_load_whose_request_was_aborted_meanwhile() -> None:
 
 
 @both
-def test_corrupt_load_is_noticed_by_the_step_that_reads_it(overlap: int) -> None:
-    h = Harness(overlap=overlap)
+@one_and_two_groups
+def test_corrupt_load_is_noticed_by_the_step_that_reads_it(overlap: int, groups: Groups) -> None:
+    """A checksum, after the load itself had succeeded."""
+    h = Harness(overlap=overlap, groups=groups)
     h.warm("a", PROMPT, device=False)
     h.add("b", PROMPT)
     h.schedule()
     bad = h.loads[2].blocks[0]
     h.move(*h.loads)
     h.step(invalid=[bad])
-    assert h.chunks_below(PROMPT) == [0, 1]  # what follows may have been computed from it
+    # what follows may have been computed from it, in any group
+    assert h.all_chunks_below(PROMPT) == [[0, 1]] * len(groups)
+    h.drain()
     h.run()
+    assert h.sources("b") == ((8, 0, 13) if groups is FULL else (0, 8, 13))
     h.check_drained()
 
 
@@ -165,7 +176,7 @@ def test_corrupt_load_is_noticed_by_the_step_that_reads_it(overlap: int) -> None
 
 @both
 @one_and_two_groups
-def test_shared_bad_block_is_computed_once(overlap: int, groups: tuple[KVGroup, ...]) -> None:
+def test_shared_bad_block_is_computed_once(overlap: int, groups: Groups) -> None:
     h = Harness(overlap=overlap, groups=groups, host_slots=0)
     h.warm("x", PROMPT)
     for name in "abc":
@@ -174,32 +185,35 @@ def test_shared_bad_block_is_computed_once(overlap: int, groups: tuple[KVGroup, 
     h.step()
     h.step()
     before = len(h.output("d"))
-    bad = h.requests["a"].tables[-1].blocks[-2]
-    assert all(bad in h.requests[name].tables[-1].blocks for name in "abc")
+    bad = h.blocks("a", -1)[-2]  # positions 16 .. 19
+    assert all(bad in h.blocks(name, -1) for name in "abc")
     h.step(invalid=[bad])
     assert len(h.output("d")) == before + 1  # it holds no bad block
     h.run()
-    again = sorted(h.report(name)["failed"] for name in "abc")
-    assert again[0] == again[1] < again[2]
+    # 22 positions were committed; the first one computes from the bad block on, the others' own rest
+    assert [h.report(name)["failed"] for name in "abc"] == [22 - 16, 22 - 20, 22 - 20]
     assert h.report("d")["failed"] == 0
     h.check_drained()
 
 
 @both
-def test_what_was_computed_from_a_bad_block_is_not_found_any_more(overlap: int) -> None:
-    h = Harness(overlap=overlap)
+@one_and_two_groups
+def test_what_was_computed_from_a_bad_block_is_not_found_any_more(
+    overlap: int, groups: Groups
+) -> None:
+    h = Harness(overlap=overlap, groups=groups)
     request = h.add("a", PROMPT, max_tokens=20)
     h.step()
     h.move_all()
-    while len(h.plans) < overlap:
-        h.schedule()
-    h.apply(invalid=[request.tables[0].blocks[1]])
+    h.fill()
+    h.apply(invalid=[h.blocks("a")[1]])
     pool = h.scheduler.kv.pool
-    assert [pool.find(0, digest) is not None for digest in request.digests[:5]] == [True] + 4 * [
-        False
-    ]
-    assert h.chunks_below(PROMPT) == [0]
+    for group in range(len(groups)):
+        found = [pool.find(group, digest) is not None for digest in request.digests[:5]]
+        assert found == [True, False, False, False, False]
+    assert h.all_chunks_below(PROMPT) == [[0]] * len(groups)
     h.run()
+    assert h.report("a")["failed"] == 21 - 4
     h.check_drained()
 
 
@@ -209,11 +223,11 @@ def test_bad_block_of_a_request_that_has_just_ended(overlap: int) -> None:
     stop = h.foretell(PROMPT, 2)[1]
     h.add("a", PROMPT, max_tokens=20, stop=[stop])
     h.step()
-    while len(h.plans) < overlap:
-        h.schedule()
-    h.apply(invalid=[h.requests["a"].tables[0].blocks[1]])
+    h.fill()
+    h.apply(invalid=[h.blocks("a")[1]])
     h.run()
     assert h.finish("a") is FinishReason.STOP
+    assert len(h.output("a")) == 2
     h.check_drained()
 
 
@@ -237,10 +251,10 @@ def test_window_group_loses_a_block_that_the_full_group_still_has(overlap: int) 
     h = Harness(overlap=overlap, groups=(KVGroup(), KVGroup(window=8)), host_slots=0)
     h.add("a", PROMPT, max_tokens=12)
     h.step()
-    bad = h.requests["a"].tables[1].blocks[-2]
+    bad = h.blocks("a", 1)[-2]  # positions 16 .. 19
     h.step(invalid=[bad])
     h.run()
-    assert h.report("a")["failed"] > 0
+    assert h.report("a")["failed"] == 21 - 16
     h.check_drained()
 
 
@@ -254,12 +268,11 @@ def test_failed_step_is_tried_again(overlap: int) -> None:
     for _ in range(3):
         h.step()
         h.step(error="flaky")
-        while h.plans:
-            h.apply()
+        h.drain()
     h.run()
     assert h.finish("a") is FinishReason.LENGTH
     assert h.scheduler.counters.failed_steps == 3
-    assert h.report("a")["failed"] > 0
+    assert h.report("a")["failed"] == 1 + 2 + 3  # each time it had come one position further
     h.check_drained()
 
 
@@ -274,8 +287,7 @@ def test_failing_for_ever_ends_in_an_error_and_the_engine_lives_on(overlap: int)
     assert h.finish("a") is FinishReason.ERROR
     assert "3 steps in a row failed" in h.message("a")
     assert "failure" in h.message("a")
-    while h.plans:
-        h.apply()
+    h.drain()
     h.add("b", PROMPT)
     h.run()
     assert h.finish("b") is FinishReason.LENGTH
@@ -288,8 +300,7 @@ def test_a_failed_step_with_sync_loads_does_not_drop_their_chunks(overlap: int) 
     h.warm("a", PROMPT, device=False)
     h.add("b", PROMPT)
     h.step(error="flaky")
-    while h.plans:
-        h.apply()
+    h.drain()
     assert h.chunks_below(PROMPT) == [0, 1, 2, 3, 4]
     h.run()
     assert h.report("b")["host"] == 20
@@ -305,6 +316,7 @@ def test_requests_that_are_not_in_the_failed_step_do_not_notice(overlap: int) ->
     h.apply(error="flaky")
     h.run()
     assert h.report("b")["failed"] == 0
+    assert h.sources("a") == (0, 0, 21)
     h.check_drained()
 
 
