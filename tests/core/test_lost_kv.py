@@ -318,18 +318,3 @@ def test_requests_that_are_not_in_the_failed_step_do_not_notice(overlap: int) ->
     assert h.report("b")["failed"] == 0
     assert h.sources("a") == (0, 0, 21)
     h.check_drained()
-
-
-@both
-def test_reset_and_then_a_failed_load(overlap: int) -> None:
-    h = Harness(overlap=overlap)
-    h.warm("x", PROMPT, device=False)
-    h.add("a", PROMPT)
-    h.schedule()
-    h.reset()
-    h.move(h.loads[0], error="gone")
-    h.move(*h.loads)
-    h.run()
-    assert h.report("a")["computed"] == len(PROMPT)
-    assert h.chunks_below(PROMPT) == [0, 1, 2, 3, 4]  # after recovery it shares again
-    h.check_drained()
