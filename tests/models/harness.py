@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers
@@ -32,6 +33,20 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+# A group of sliding layers that is padded, scores scaled by another number than the head size's root,
+# and two rotations that differ in base and in scaling.
+GEMMA3 = {
+    "num_hidden_layers": 5,
+    "initializer_range": 0.15,  # its embeddings are scaled up
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 37,
+    "layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 
 
 def tiny(architecture: str) -> transformers.PreTrainedModel:
@@ -49,6 +64,7 @@ def tiny(architecture: str) -> transformers.PreTrainedModel:
             layer_types=["sliding_attention"] * 3 + ["full_attention"],
         ),
         "smollm3": lambda: transformers.SmolLM3Config(**SIZES, no_rope_layers=[1, 1, 1, 0]),
+        "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES | GEMMA3),
     }
     torch.manual_seed(20260101)
     config = builders[architecture]()
@@ -62,12 +78,36 @@ def tiny(architecture: str) -> transformers.PreTrainedModel:
     return model
 
 
+def rope_of(parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    powers = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = parameters["rope_theta"] ** -powers / parameters.get("factor", 1.0)
+    return RopeConfig(tuple(frequencies.tolist()))
+
+
+def weights_of(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """The model's weights as Ebbtide keeps them: norms as they are multiplied with."""
+    gemma = model.config.model_type == "gemma3_text"
+    return {
+        name: weight + 1 if gemma and name.endswith("norm.weight") else weight
+        for name, weight in model.state_dict().items()
+    }
+
+
 def config_of(model: transformers.PreTrainedModel) -> ModelConfig:
     """The model's configuration as Ebbtide says it."""
     hf = model.config
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    base = hf.rope_parameters["rope_theta"]
-    frequencies = base ** -(torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    gemma: dict[str, Any] = {}
+    ropes = hf.rope_parameters
+    if hf.model_type == "gemma3_text":
+        gemma = {
+            "window_rope": rope_of(ropes["sliding_attention"], head_dim),
+            "post_norms": True,
+            "activation": "gelu_tanh",
+            "embedding_scale": hf.hidden_size**0.5,
+            "query_scale": (head_dim / hf.query_pre_attn_scalar) ** 0.5,
+        }
+        ropes = ropes["full_attention"]
     layers = hf.num_hidden_layers
     window = getattr(hf, "sliding_window", None)
     kinds = getattr(hf, "layer_types", None)
@@ -86,13 +126,14 @@ def config_of(model: transformers.PreTrainedModel) -> ModelConfig:
         head_dim=head_dim,
         rms_eps=hf.rms_norm_eps,
         max_length=hf.max_position_embeddings,
-        rope=RopeConfig(tuple(frequencies.tolist())),
+        rope=rope_of(ropes, head_dim),
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         rope_layers=tuple(map(bool, getattr(hf, "no_rope_layers", None) or [1] * layers)),
         qkv_bias=f"{attention}q_proj.bias" in weights,
         output_bias=f"{attention}o_proj.bias" in weights,
         qk_norm=f"{attention}q_norm.weight" in weights,
         tied_embeddings=bool(hf.tie_word_embeddings),
+        **gemma,
     )
 
 

@@ -22,6 +22,7 @@ from ebbtide.models.load import load_checkpoint
 from . import tiny_files
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 33}
+FULL_FIRST = ["full_attention"] + ["sliding_attention"] * 3
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -51,6 +52,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
     ),
     ("smollm3", {}, (None,) * 4),
     ("smollm3", {**SLIDING, "no_rope_layers": [1, 0, 1, 0]}, (None, 33, None, 33)),
+    ("gemma3", {}, (33, 33, None, 33)),
+    ("gemma3", {"attention_bias": True, "layer_types": FULL_FIRST}, (None, 33, 33, 33)),
 ]
 
 
@@ -76,12 +79,13 @@ def test_weights_and_configuration_come_back(
         del expected["lm_head.weight"]
     assert found.weights.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found.weights[name], tensor), name
+        gemma_norm = architecture == "gemma3" and name.endswith("norm.weight")
+        assert torch.equal(found.weights[name], tensor + 1 if gemma_norm else tensor), name
     config, theirs = found.config, made.config
     attention = made.model.layers[0].self_attn
     assert config.architecture == architecture
-    assert config.rope == tiny_files.rope_of(made)
-    assert config.windows == windows
+    assert config.ropes == tiny_files.ropes_of(made)
+    assert config.windows == windows == tiny_files.windows_of(made)
     assert config.rope_layers == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 4)))
     assert config.head_dim == attention.head_dim
     assert config.qkv_bias == (attention.q_proj.bias is not None)
@@ -104,6 +108,86 @@ def test_what_a_configuration_leaves_out_is_what_transformers_assumes(architectu
     if (theirs.num_attention_heads % theirs.num_key_value_heads) != 0:
         raw["num_key_value_heads"] = full["num_key_value_heads"] = 4
     assert model_config(raw, Path("x")) == model_config(full, Path("x"))
+
+
+def test_gemma_3_may_say_almost_nothing() -> None:
+    """Published files of its larger sizes name only what differs from the 2B model's defaults."""
+    raw: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 1024}
+    full = transformers.Gemma3TextConfig(hidden_size=1024).to_dict()
+    config = model_config(raw, Path("x"))
+    assert config == model_config(full, Path("x"))
+    assert config.windows[4:7] == (4096, None, 4096)
+    assert config.rope.inverse_frequencies[1] == pytest.approx(1e6 ** (-1 / 128))
+    assert config.ropes[1].inverse_frequencies[1] == pytest.approx(1e4 ** (-1 / 128))
+
+
+def test_gemma_3_of_the_older_spelling() -> None:
+    """A base for each kind of layer, a scaling for full attention, a number for the pattern."""
+    old = {
+        **tiny_files.SIZES,
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 33,
+        "sliding_window_pattern": 3,
+    }
+    made = tiny_files.model("gemma3")
+    config = model_config(old, Path("x"))
+    assert config == model_config(made.config.to_dict(), Path("x"))
+    assert config.ropes == tiny_files.ropes_of(made)
+
+
+@pytest.mark.parametrize("prefixes", [("model.language_model.", "model."), ("language_model.", "")])
+def test_the_language_model_of_a_gemma_3_that_sees_images(
+    prefixes: tuple[str, str], tmp_path: Path
+) -> None:
+    """Its other half is left out, whichever way the file names the two."""
+    made = tiny_files.model("gemma3")
+    tiny_files.write_directory(tmp_path, made)
+    alone = loaded(tmp_path)
+    inner, outer = prefixes
+    weights = load_file(tmp_path / "model.safetensors")
+    named = {
+        inner + (name.removeprefix("model.") if outer else name): tensor
+        for name, tensor in weights.items()
+    }
+    named[f"{outer}vision_tower.patches.weight"] = torch.zeros(3, 3)
+    named[f"{outer}multi_modal_projector.norm.weight"] = torch.zeros(3)
+    save_file(named, tmp_path / "model.safetensors")
+    inner_config = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": "gemma3", "text_config": inner_config, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "eos_token_id": [1, 106]}))
+    (tmp_path / "generation_config.json").unlink()
+    found = loaded(tmp_path)
+    assert found.config == alone.config
+    assert found.weights.keys() == alone.weights.keys()
+    assert all(torch.equal(found.weights[name], alone.weights[name]) for name in alone.weights)
+    assert found.tokenizer.eos_ids == {1, 106}
+    quantised = {**whole, "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(InputError, match="quantised with 'awq'"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"hidden_activation": "relu"}, "hidden_activation is 'relu'; only gelu_pytorch_tanh"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0"),
+        ({"sliding_window": None}, "sliding_window must be a positive integer, and is None"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layers of type 'chunked_attention'"),
+    ],
+)
+def test_what_gemma_3_cannot_do_is_refused(changes: dict[str, Any], words: str) -> None:
+    raw = {**tiny_files.model("gemma3").config.to_dict(), **changes}
+    with pytest.raises(InputError, match=words):
+        model_config(raw, Path("x"))
 
 
 def test_older_files_keep_rope_parameters_elsewhere() -> None:
@@ -250,7 +334,7 @@ def write(name: str, text: str) -> Change:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (set_key(model_type="gemma3"), "'gemma3'; supported are: llama, mistral, qwen2"),
+        (set_key(model_type="gemma2"), "'gemma2'; supported are: llama, mistral, qwen2"),
         (set_key(quantization_config={"quant_method": "awq"}), "quantised with 'awq'"),
         (set_key(hidden_act="gelu"), "hidden_act is 'gelu'; only silu"),
         (set_key(mlp_bias=True), "biases in the MLP"),
@@ -313,7 +397,7 @@ def test_an_index_cannot_point_outside_its_directory(tmp_path: Path) -> None:
 JUNK = [None, -1, 0, 2**70, 1.5, float("nan"), "text", True, [], [1, 2], {}, {"a": 1}]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "smollm3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "smollm3", "gemma3"])
 def test_a_value_of_the_wrong_kind_is_never_more_than_refused(architecture: str) -> None:
     config = tiny_files.model(architecture).config.to_dict() | {
         **SLIDING,

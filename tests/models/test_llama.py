@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,9 @@ from torch.nn import functional
 
 from ebbtide.models import attention
 from ebbtide.models.attention import attend_by_products, attend_fused, plan_batch
+from ebbtide.models.gemma import every_nth_full
 from ebbtide.models.kv import KVMemory, layout_for
-from ebbtide.models.linear import Linear, SwiGLU, can_pack
+from ebbtide.models.linear import GatedLinear, Linear, can_pack
 from ebbtide.models.llama import LlamaModel, RMSNorm
 
 from .harness import Driver, config_of, tiny
@@ -107,9 +110,14 @@ def test_both_attention_kernels_agree(queries, columns):
     torch.testing.assert_close(products, slow, atol=1e-5, rtol=1e-5)
 
 
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    return functional.silu(x) if activation == "silu" else functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 200])
-def test_products_with_fixed_weights(dtype, rows):
+def test_products_with_fixed_weights(dtype, rows, activation):
     """Packed where the machine does, or not: the same numbers, within the type's rounding."""
     generator = torch.Generator().manual_seed(4)
     weight, up = torch.randn(2, 48, 32, generator=generator).to(dtype)
@@ -117,28 +125,32 @@ def test_products_with_fixed_weights(dtype, rows):
     x = torch.randn(rows, 32, generator=generator).to(dtype)
     residual = torch.randn(rows, 48, generator=generator).to(dtype)
     wide = functional.linear(x.float(), weight.float(), bias.float())
-    gated = functional.silu(wide - bias.float()) * functional.linear(x.float(), up.float())
+    gate = activated(wide - bias.float(), activation)
+    gated = gate * functional.linear(x.float(), up.float())
     near = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
     linear = Linear(weight, bias)
     torch.testing.assert_close(linear(x).float(), wide, **near)
     torch.testing.assert_close(linear.add(x, residual).float(), wide + residual.float(), **near)
-    torch.testing.assert_close(SwiGLU(weight, up)(x).float(), gated, **near)
+    product = GatedLinear(weight, up, activation=activation)
+    torch.testing.assert_close(product(x).float(), gated, **near)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_small_batches_in_float32(rows):
+def test_small_batches_in_float32(rows, activation):
     """Weights kept in float16 beside bfloat16 give the more exact of two results."""
     generator = torch.Generator().manual_seed(4)
     weight, up = torch.randn(2, 48, 32, generator=generator).to(torch.bfloat16)
     bias = torch.randn(48, generator=generator).to(torch.bfloat16)
     x = torch.randn(rows, 32, generator=generator)
-    linear, gated = Linear(weight, bias, True), SwiGLU(weight, up, True)
+    linear, gated = Linear(weight, bias, True), GatedLinear(weight, up, True, activation)
     if not linear.takes_float32:
         pytest.skip("no such product on this machine")
     wide = functional.linear(x, weight.float(), bias.float())
     torch.testing.assert_close(linear(x), wide, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(linear.add(x, wide), wide + wide, atol=1e-4, rtol=1e-4)
-    expected = functional.silu(wide - bias.float()) * functional.linear(x, up.float())
+    gate = activated(wide - bias.float(), activation)
+    expected = gate * functional.linear(x, up.float())
     torch.testing.assert_close(gated(x), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -170,6 +182,24 @@ def test_groups_of_one_size_and_one_pattern(mixed):
     assert layout.layers == ((0,), (1,), (2,), (3,))
     assert layout.places == {0: (0, 0), 1: (1, 0), 2: (2, 0), 3: (3, 0)}
     assert layout.block_bytes == 1 * 16 * 2 * 2 * 24 * 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "full", "groups", "size"),
+    [(18, 3, 1 + 5, 3), (26, 4, 1 + 6, 4), (34, 5, 1 + 6, 5), (48, 8, 1 + 5, 8), (6, 1, 1 + 5, 1)],
+)
+def test_groups_of_gemma_3(mixed, layers, full, groups, size):
+    """The published sizes: where the sliding layers do not divide, the last group is padded."""
+    windows = every_nth_full(512, layers, 6)
+    config = replace(config_of(mixed), num_layers=layers, windows=windows)
+    layout = layout_for(config, 16, torch.float32)
+    assert len(layout.groups) == groups
+    assert layout.layers_per_group == size
+    patterns = dict(zip(layout.layers, layout.groups, strict=True))
+    for held, group in patterns.items():
+        assert {windows[layer] for layer in held} == {group.window}
+    assert sorted(layer for held in patterns for layer in held) == list(range(layers))
+    assert sum(len(h) for h, group in patterns.items() if group.window is None) == full
 
 
 def test_a_block_moves_as_one_range_of_bytes(mixed):

@@ -89,7 +89,8 @@ def test_a_model_from_the_hub_is_loaded_and_named_by_its_id(
     seen: list[tuple[str, float]] = []
     found = load_checkpoint("owner/name", torch.bfloat16, lambda *step: seen.append(step))
     assert (found.name, asked) == ("owner/name", [("owner/name", True)])
-    assert found.weights["model.norm.weight"].dtype == torch.bfloat16
+    assert found.weights["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert found.weights["model.norm.weight"].dtype == torch.float32
     assert seen[-1] == ("reading weights", 1.0)
     assert all(0.0 <= fraction <= 1.0 for _, fraction in seen)
 

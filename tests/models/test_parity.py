@@ -11,9 +11,9 @@ import transformers
 from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
 from ebbtide.params import SamplingParams
 
-from .harness import Driver, config_of, tiny
+from .harness import Driver, config_of, tiny, weights_of
 
-ARCHITECTURES = ["llama", "mistral", "qwen2", "qwen3", "qwen3-mixed", "smollm3"]
+ARCHITECTURES = ["llama", "mistral", "qwen2", "qwen3", "qwen3-mixed", "smollm3", "gemma3"]
 LENGTHS = (1, 15, 16, 17, 97, 131)
 OUTPUT = 12
 
@@ -44,7 +44,7 @@ def reference(request):
 def test_greedy_tokens_and_logprobs_equal_transformers(reference, chunk, block_size):
     """All prompts together: prefill chunks and decodes of the others share the steps."""
     model, answers = reference
-    driver = Driver(config_of(model), model.state_dict(), block_size)
+    driver = Driver(config_of(model), weights_of(model), block_size)
     sampling = SamplingParams(temperature=0.0, logprobs=2).with_defaults({})
     requests = [driver.add(p, sampling) for p in prompts(model.config.vocab_size)]
     driver.run(requests, chunk, OUTPUT)

@@ -34,6 +34,20 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+# Scores divided by the head size's root, as in all files but those of 27B. Rotations that differ.
+GEMMA3: dict[str, Any] = {
+    **SIZES,
+    "initializer_range": 0.15,  # sharp enough that a wrong KV entry changes tokens
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 33,
+    "sliding_window_pattern": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    },
+}
+
 
 def model(architecture: str, **changes: Any) -> transformers.PreTrainedModel:
     """A random float32 model; norms and biases are not the trivial ones of a fresh model."""
@@ -43,9 +57,10 @@ def model(architecture: str, **changes: Any) -> transformers.PreTrainedModel:
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
         "smollm3": transformers.SmolLM3Config,
+        "gemma3": transformers.Gemma3TextConfig,
     }
     torch.manual_seed(1)
-    config = kinds[architecture](**{**SIZES, **changes})
+    config = kinds[architecture](**{**(GEMMA3 if architecture == "gemma3" else SIZES), **changes})
     made = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in made.named_parameters():
         if name.endswith(("norm.weight", ".bias")):
@@ -56,6 +71,27 @@ def model(architecture: str, **changes: Any) -> transformers.PreTrainedModel:
 def rope_of(made: transformers.PreTrainedModel) -> RopeConfig:
     rotary = made.model.rotary_emb
     return RopeConfig(tuple(rotary.inv_freq.tolist()), float(rotary.attention_scaling))
+
+
+def ropes_of(made: transformers.PreTrainedModel) -> tuple[RopeConfig, ...]:
+    """The rotations of full attention and, where it is another, of sliding windows."""
+    if made.config.model_type != "gemma3_text":
+        return (rope_of(made),)
+    rotary = made.model.rotary_emb
+    return tuple(
+        RopeConfig(
+            tuple(getattr(rotary, f"{kind}_inv_freq").tolist()),
+            float(getattr(rotary, f"{kind}_attention_scaling")),
+        )
+        for kind in ("full_attention", "sliding_attention")
+    )
+
+
+def windows_of(made: transformers.PreTrainedModel) -> tuple[int | None, ...]:
+    """Per layer, the window that transformers attends with."""
+    if made.config.model_type == "mistral":  # all layers alike
+        return (made.config.sliding_window,) * made.config.num_hidden_layers
+    return tuple(getattr(x.self_attn, "sliding_window", None) for x in made.model.layers)
 
 
 def byte_level_vocabulary() -> list[str]:
@@ -109,7 +145,18 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    ropes = config.rope_parameters
+    if architecture == "gemma3":
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config.sliding_window)
+        kinds_of_layers = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_array("gemma3.attention.sliding_window_pattern", kinds_of_layers)
+        ropes = ropes["full_attention"]
+        writer.add_rope_scaling_type(gguf.RopeScalingType(ropes["rope_type"]))
+        writer.add_rope_scaling_factor(ropes["factor"])
+    elif architecture == "llama" and getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_freq_base(ropes["rope_theta"])
     if head_dim := getattr(config, "head_dim", None):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -124,6 +171,8 @@ def write_gguf(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = parameter.numpy()
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            values = values + np.float32(1)
         stored = kind if values.ndim == 2 else Kind.F32
         expected[name] = torch.from_numpy(
             gguf.dequantize(gguf.quantize(values, stored), stored)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,20 +19,26 @@ import torch
 from ebbtide.errors import InputError
 from ebbtide.models.config import ModelConfig, RopeConfig
 from ebbtide.models.dequantize import dequantize
+from ebbtide.models.gemma import as_gemma3, every_nth_full
 from ebbtide.models.gguf_file import GGUFFile, TensorInfo
 from ebbtide.models.rope import rope_config, with_factors
 from ebbtide.models.weights import (
     check_names,
     check_shape,
     check_sizes,
+    is_norm,
     require_architecture,
     require_layers,
     weight_shapes,
 )
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3", "gemma3")
 INTERLEAVED = ("llama", "smollm3")
 NO_ROPE_INTERVAL = 4  # SmolLM3 rotates in all layers but every fourth; the file does not say so
+GEMMA3_PERIOD = 6  # of Gemma 3's layers, every sixth sees everything, where the file does not say
+GEMMA3_27B_LAYERS = (
+    62  # the one size that divides scores by another number than its head size's root
+)
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_READERS = 4
 
@@ -53,6 +59,12 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_GEMMA3_LAYER = {
+    **_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 
@@ -93,7 +105,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         max_length=keys.integer("context_length"),
         rope=_rope(file, keys, head_dim),
-        windows=(_window(keys),) * layers,
+        windows=_windows(keys, layers),
         rope_layers=tuple(
             architecture != "smollm3" or (layer + 1) % NO_ROPE_INTERVAL != 0
             for layer in range(layers)
@@ -103,6 +115,8 @@ def read_config(file: GGUFFile) -> ModelConfig:
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         tied_embeddings="output.weight" not in file.tensors,
     )
+    if architecture == "gemma3":
+        config = _gemma3(config, keys)
     check_sizes(config, file.path)
     return config
 
@@ -120,13 +134,13 @@ class _Keys:
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
-            raise self._unusable(name, value)
+            raise self.unusable(name, value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise self._unusable(name, value)
+            raise self.unusable(name, value)
         return float(value)
 
     def get(self, name: str) -> Any:
@@ -142,21 +156,41 @@ class _Keys:
             )
         return default
 
-    def _unusable(self, name: str, value: object) -> InputError:
+    def unusable(
+        self, name: str, value: object, needed: str = "one number for all layers"
+    ) -> InputError:
         return InputError(
-            f"{self.path}: {self.architecture}.{name} is {value!r}; one number for all layers "
-            "is needed"
+            f"{self.path}: {self.architecture}.{name} is {value!r}; {needed} is needed"
         )
 
 
-def _window(keys: _Keys) -> int | None:
+def _windows(keys: _Keys, layers: int) -> tuple[int | None, ...]:
     window = keys.integer("attention.sliding_window", 0)
+    if window and keys.architecture == "gemma3":
+        pattern = keys.get("attention.sliding_window_pattern")
+        if not isinstance(pattern, list):
+            period = keys.integer("attention.sliding_window_pattern", GEMMA3_PERIOD)
+            return every_nth_full(window, layers, max(period, 1))
+        if len(pattern) != layers or not all(isinstance(slides, bool) for slides in pattern):
+            raise keys.unusable("attention.sliding_window_pattern", pattern, "one flag per layer")
+        return tuple(window if slides else None for slides in pattern)
     if window and keys.architecture != "llama":
         raise InputError(
             f"{keys.path} has a sliding window of {window} positions and does not say in which "
             f"layers; use the Hugging Face directory of this {keys.architecture} model"
         )
-    return window or None
+    return (window or None,) * layers
+
+
+def _gemma3(config: ModelConfig, keys: _Keys) -> ModelConfig:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if keys.number(name, 0.0):
+            raise InputError(f"{keys.path}: gemma3.{name} is set; this is not supported")
+    base = keys.number("rope.freq_base_swa", 10_000.0)
+    head_dim = config.head_dim
+    large = config.num_layers == GEMMA3_27B_LAYERS
+    scalar = config.hidden_size / max(config.num_heads, 1) if large else float(head_dim)
+    return as_gemma3(config, rope_config(base, head_dim, config.max_length), scalar, keys.path)
 
 
 def _rope(file: GGUFFile, keys: _Keys, head_dim: int) -> RopeConfig:
@@ -190,12 +224,13 @@ def read_weights(
     dtype: torch.dtype,
     progress: Callable[[float], None],
 ) -> tuple[dict[str, torch.Tensor], bytes]:
-    """All weights in ``dtype`` under Hugging Face names, and the identity (32 bytes).
+    """All weights in ``dtype`` (norms in float32) under Hugging Face names, and the identity (32 bytes).
 
     Each tensor is read once: the bytes that are hashed are the bytes that become the weight.
     """
     expected = weight_shapes(config)
-    infos = {_hugging_face_name(name): info for name, info in file.tensors.items()}
+    modules = _GEMMA3_LAYER if config.architecture == "gemma3" else _LAYER
+    infos = {_hugging_face_name(name, modules): info for name, info in file.tensors.items()}
     infos.pop(ROPE_FACTORS, None)
     check_names(expected, set(infos), file.path)
     for name, info in infos.items():
@@ -207,8 +242,15 @@ def read_weights(
     readers = min(MAX_READERS, os.cpu_count() or 1)
     with file.open() as descriptor, ThreadPoolExecutor(readers) as pool:
         jobs = [
-            pool.submit(_read_weight, file, descriptor, info, config, dtype)
-            for info in infos.values()
+            pool.submit(
+                _read_weight,
+                file,
+                descriptor,
+                info,
+                config,
+                torch.float32 if is_norm(name) else dtype,
+            )
+            for name, info in infos.items()
         ]
         try:
             for (name, info), job in zip(infos.items(), jobs, strict=True):
@@ -240,13 +282,13 @@ def _halves_apart(raw: np.ndarray, rows: int, head_dim: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, modules: Mapping[str, str]) -> str:
     """Names that are not known stay as they are, and are refused with the unused weights."""
     if name in _TOP:
         return _TOP[name]
     prefix, _, rest = name.partition(".")
     layer, _, part = rest.partition(".")
     module, _, kind = part.partition(".")
-    if prefix == "blk" and module in _LAYER and kind in ("weight", "bias"):
-        return f"model.layers.{layer}.{_LAYER[module]}.{kind}"
+    if prefix == "blk" and module in modules and kind in ("weight", "bias"):
+        return f"model.layers.{layer}.{modules[module]}.{kind}"
     return name

@@ -60,7 +60,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
         "query_pre_attn_scalar": 256,
-        "use_sliding_window": True,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
@@ -71,9 +70,12 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def text_part(raw: Json) -> Json:
-    """``raw`` itself, or what it says of the language model of a model that also sees images."""
+    """``raw`` itself, or what it says of the language model of a Gemma 3 that also sees images."""
     inner = raw.get("text_config")
-    return {"model_type": raw.get("model_type"), **inner} if isinstance(inner, Mapping) else raw
+    if raw.get("model_type") != "gemma3" or not isinstance(inner, Mapping):
+        return raw
+    outer = ("model_type", "quantization_config", "tie_word_embeddings")
+    return {**{name: raw[name] for name in outer if name in raw}, **inner}
 
 
 def model_config(raw: Json, path: Path) -> ModelConfig:
@@ -160,7 +162,11 @@ def _refuse_unsupported(keys: _Keys, activation: str) -> None:
         )
     if keys.flag("mlp_bias"):
         raise InputError(f"{keys.path}: mlp_bias is true; biases in the MLP are not supported")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+    for name in (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ):
         if keys.get(name):
             raise InputError(f"{keys.path}: {name} is {keys.get(name)!r}; this is not supported")
 
@@ -195,7 +201,8 @@ def _rope_layers(keys: _Keys, architecture: str, layers: int) -> tuple[bool, ...
 def _windows(
     keys: _Keys, architecture: str, layers: int, rope_layers: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
-    if not keys.flag("use_sliding_window") or keys.get("sliding_window") is None:
+    optional = architecture != "gemma3"  # its sliding layers differ from others not only in that
+    if optional and (not keys.flag("use_sliding_window") or keys.get("sliding_window") is None):
         return (None,) * layers
     window = keys.integer("sliding_window")
     if architecture == "llama":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,15 @@ from ebbtide.errors import InputError
 from ebbtide.models.checkpoint import Checkpoint
 from ebbtide.models.config import ModelConfig
 from ebbtide.models.generation import from_hugging_face
-from ebbtide.models.hf_config import model_config
+from ebbtide.models.hf_config import model_config, text_part
 from ebbtide.models.tokenizer import Spelling, Tokenizer
-from ebbtide.models.weights import as_floating, check_names, check_shape, weight_shapes
+from ebbtide.models.weights import (
+    as_floating,
+    check_names,
+    check_shape,
+    is_norm,
+    weight_shapes,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -25,10 +31,21 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+# Of a model that also sees images: its other half, and how newer and older files name the rest.
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+LANGUAGE_PARTS = (("model.language_model.", "model."), ("language_model.", ""))
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 Json = dict[str, Any]
 Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a weight is: a file, and its name there."""
+
+    file: Path
+    name: str
 
 
 def load_directory(
@@ -41,7 +58,7 @@ def load_directory(
     progress("reading tokenizer", 0.0)
     tokenizer = read_tokenizer(directory, generation, raw)
     digest = hashlib.blake2b(json.dumps(raw, sort_keys=True).encode(), digest_size=32)
-    places = _locate(directory)
+    places = _language_model(_locate(directory), text_part(raw) is not raw)
     config = replace(config, tied_embeddings=config.tied_embeddings and _really_tied(places))
     weights = _read_weights(directory, places, config, dtype, progress, digest.update)
     return Checkpoint(
@@ -66,7 +83,7 @@ def read_json(path: Path, optional: bool = False) -> Json:
 
 def _read_weights(
     directory: Path,
-    places: Mapping[str, Path],
+    places: Mapping[str, Place],
     config: ModelConfig,
     dtype: torch.dtype,
     progress: Progress,
@@ -82,14 +99,17 @@ def _read_weights(
     weights: dict[str, torch.Tensor] = {}
     by_file: dict[Path, list[str]] = {}
     for name in sorted(found):
-        by_file.setdefault(places[name], []).append(name)
+        by_file.setdefault(places[name].file, []).append(name)
     digests: dict[str, bytes] = {}
     for path, names in by_file.items():
         with _open(path) as file:
             for name in names:
-                tensor = file.get_tensor(name)
+                tensor = file.get_tensor(places[name].name)
                 check_shape(name, tuple(tensor.shape), expected[name], path)
-                weights[name] = as_floating(name, tensor, dtype, path)
+                kept = torch.float32 if is_norm(name) else dtype
+                weights[name] = as_floating(name, tensor, kept, path)
+                if is_norm(name) and config.architecture == "gemma3":
+                    weights[name] += 1
                 digests[name] = _digest(name, tensor)
                 progress("reading weights", len(weights) / len(found))
     for name in sorted(digests):
@@ -97,13 +117,30 @@ def _read_weights(
     return weights
 
 
-def _really_tied(places: Mapping[str, Path]) -> bool:
+def _language_model(located: Mapping[str, Path], sees_images: bool) -> dict[str, Place]:
+    """The weights that read and write text, by the names they have in a model that does only that."""
+    places = {}
+    for name, file in located.items():
+        ours = name
+        if sees_images:
+            if name.removeprefix("model.").startswith(OTHER_PARTS):
+                continue
+            for theirs, plain in LANGUAGE_PARTS:
+                if name.startswith(theirs):
+                    ours = plain + name.removeprefix(theirs)
+                    break
+        places[ours] = Place(file, name)
+    return places
+
+
+def _really_tied(places: Mapping[str, Place]) -> bool:
     """False where the file has an output matrix of its own, whatever its configuration says: like
     transformers, which then unties the two."""
     if not {EMBEDDING, OUTPUT} <= places.keys():
         return True
-    with _open(places[EMBEDDING]) as inputs, _open(places[OUTPUT]) as outputs:
-        return torch.equal(inputs.get_tensor(EMBEDDING), outputs.get_tensor(OUTPUT))
+    first, second = places[EMBEDDING], places[OUTPUT]
+    with _open(first.file) as inputs, _open(second.file) as outputs:
+        return torch.equal(inputs.get_tensor(first.name), outputs.get_tensor(second.name))
 
 
 def _digest(name: str, tensor: torch.Tensor) -> bytes:

@@ -158,9 +158,7 @@ class LlamaModel:
             qk_norm=self._get_qk_norm(attention) if config.qk_norm else None,
             output=Linear(self._get(f"{attention}o_proj.weight"), output_bias, half),
             output_norm=self._get_norm(after) if post else None,
-            mlp_norm=self._get_norm(
-                f"{prefix}pre_feedforward_layernorm.weight" if post else after
-            ),
+            mlp_norm=self._get_norm(f"{prefix}pre_feedforward_layernorm.weight" if post else after),
             gate_up=GatedLinear(
                 self._get(f"{mlp}gate_proj.weight"),
                 self._get(f"{mlp}up_proj.weight"),
@@ -194,9 +192,7 @@ class LlamaModel:
             x = layer.add_mlp(layer.add_attention(attended, x))
         return self._head(self._norm(x))
 
-    def _rotations(
-        self, positions: Tensor, dtype: torch.dtype
-    ) -> list[tuple[Tensor, Tensor]]:
+    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """For each of the model's rotations, cos and sin of every token's angles, [tokens, 1, head_dim];
         the first half of sin negated."""
         found = []
