@@ -19,9 +19,8 @@ from ebbtide.core.groups import KVGroup
 from ebbtide.core.keys import root_digest
 from ebbtide.core.request import FinishReason, State
 
-from .core.harness import Harness, tokens
+from .core.harness import Harness, both, tokens
 
-both = pytest.mark.parametrize("overlap", [1, 2])
 PROMPT = tokens(21)
 
 
@@ -37,19 +36,23 @@ def test_aborted_request_stores_only_what_was_computed(overlap: int) -> None:
     h.end("a")
     h.run()
     assert h.chunks_below(PROMPT) == [0, 1]
+    h.check_drained()
 
 
+@both
 @pytest.mark.parametrize("lengths", [(7, 1), (6, 2), (5, 3)])
-def test_a_block_that_ends_on_the_final_token_is_not_stored(lengths: tuple[int, int]) -> None:
+def test_a_block_that_ends_on_the_final_token_is_not_stored(
+    overlap: int, lengths: tuple[int, int]
+) -> None:
     """vllm #54193, #54288: its last slot was never written, and a later request loads it."""
     prompt, output = tokens(lengths[0]), lengths[1]
-    h = Harness()
+    h = Harness(overlap=overlap)
     h.add("a", prompt, max_tokens=output)
     h.run()
     said = prompt + h.output("a")
     assert len(said) == 8
     assert h.chunks_below(said) == [0]
-    h.scheduler.kv.pool.unpublish_all()
+    h.forget_device()
     h.add("b", said)
     h.run()
     h.check_drained()
@@ -82,9 +85,10 @@ def test_a_block_is_stored_after_the_step_that_wrote_it(overlap: int) -> None:
     h.check_drained()
 
 
-def test_blocks_of_a_transfer_are_not_handed_out_again() -> None:
-    """vllm #46951, sglang #35049: freed on abort while a transfer reads or writes them."""
-    h = Harness(num_blocks=12, length_max=40)
+@both
+def test_blocks_of_a_transfer_are_not_handed_out_again(overlap: int) -> None:
+    """vllm #46951: a block is handed out again while a transfer still reads or writes it."""
+    h = Harness(overlap=overlap, num_blocks=12, length_max=40)
     h.warm("a", PROMPT, device=False)
     h.add("b", PROMPT)
     h.schedule()
@@ -98,33 +102,57 @@ def test_blocks_of_a_transfer_are_not_handed_out_again() -> None:
     h.check_drained()
 
 
-def test_a_chunk_that_could_not_be_stored_is_considered_again() -> None:
+@both
+def test_blocks_that_a_step_writes_are_not_freed_on_abort(overlap: int) -> None:
+    """sglang #35049: freed on abort while a write into them is in flight."""
+    h = Harness(overlap=overlap, num_blocks=12, length_max=40)
+    h.add("a", PROMPT)
+    h.step()
+    h.fill()
+    written = set(h.blocks("a"))
+    h.end("a")
+    h.add("c", tokens(24, start=5), max_tokens=4)
+    assert h.scheduler.kv.pool.available == 12 - len(written)
+    while h.plans:
+        assert written.isdisjoint(h.blocks("c") if h.requests["c"].tables else ())
+        h.apply()
+        assert h.plans or h.state("a") is State.FINISHED
+    h.run()
+    assert h.finish("c") is FinishReason.LENGTH
+    h.check_drained()
+
+
+@both
+def test_a_chunk_that_could_not_be_stored_is_considered_again(overlap: int) -> None:
     """vllm #46972, #46824: it is skipped for ever, a hole that caps every later hit."""
-    h = Harness(stores_max=1)
+    h = Harness(overlap=overlap, stores_max=1)
     h.add("a", PROMPT, max_tokens=20)
     h.step()
     assert len(h.stores) == 1
     h.run()
     assert h.chunks_below(PROMPT) == [0, 1, 2, 3, 4]
-
-
-def test_a_failed_store_is_not_served() -> None:
-    """LMCache #4991."""
-    h = Harness()
-    h.add("a", PROMPT, max_tokens=1)
-    h.step()
-    h.move(*h.stores, error="disk full")
-    h.scheduler.kv.pool.unpublish_all()
-    h.add("b", PROMPT)
-    h.run()
-    assert h.report("b")["host"] == 0
     h.check_drained()
 
 
+@both
+def test_a_failed_store_is_not_served(overlap: int) -> None:
+    """LMCache #4991."""
+    h = Harness(overlap=overlap)
+    h.add("a", PROMPT, max_tokens=1)
+    h.step()
+    h.move(*h.stores, error="disk full")
+    h.forget_device()
+    h.add("b", PROMPT)
+    h.run()
+    assert h.sources("b") == (0, 0, 21)
+    h.check_drained()
+
+
+@both
 @pytest.mark.parametrize("sync", [0, 99])
-def test_a_failed_load_does_not_count_as_loaded(sync: int) -> None:
+def test_a_failed_load_does_not_count_as_loaded(overlap: int, sync: int) -> None:
     """dynamo #15079, vllm-ascend #10561."""
-    h = Harness(sync_load_blocks_max=sync)
+    h = Harness(overlap=overlap, sync_load_blocks_max=sync)
     h.warm("a", PROMPT, device=False)
     h.lose_sync_load = lambda place: True
     h.add("b", PROMPT)
@@ -132,8 +160,7 @@ def test_a_failed_load_does_not_count_as_loaded(sync: int) -> None:
     if h.loads:
         h.move(*h.loads, error="gone")
     h.run()
-    assert h.report("b")["host"] == 0
-    assert h.report("b")["computed"] == len(PROMPT)
+    assert h.sources("b") == (0, 0, 21)
     h.check_drained()
 
 
@@ -147,14 +174,16 @@ def test_no_two_fields_of_a_key_collide() -> None:
     assert len(roots) == 12
 
 
-def test_reset_empties_host_memory_too() -> None:
+@both
+def test_reset_empties_host_memory_too(overlap: int) -> None:
     """vllm #57727: a reset empties the device and goes on serving from host memory."""
-    h = Harness()
+    h = Harness(overlap=overlap)
     h.warm("a", PROMPT)
     h.reset()
     h.add("b", PROMPT)
     h.run()
-    assert h.report("b")["computed"] == len(PROMPT)
+    assert h.sources("b") == (0, 0, 21)
+    h.check_drained()
 
 
 # --- counters ------------------------------------------------------------------------------
@@ -183,9 +212,10 @@ def test_sources_sum_to_the_prompt_after_preemption_and_failed_loads(overlap: in
 # --- crashes -------------------------------------------------------------------------------
 
 
-def test_abort_of_a_queued_request_that_owns_no_block() -> None:
+@both
+def test_abort_of_a_queued_request_that_owns_no_block(overlap: int) -> None:
     """vllm #49118."""
-    h = Harness()
+    h = Harness(overlap=overlap)
     h.add("a", PROMPT)
     h.end("a")
     assert h.finish("a") is FinishReason.ABORT
@@ -199,13 +229,14 @@ def test_preempted_request_comes_back_while_its_stores_are_in_flight(overlap: in
     h = Harness(overlap=overlap)
     h.add("a", PROMPT, max_tokens=20)
     h.step()
-    h.scheduler._preempt(h.requests["a"])
-    while h.plans:
-        h.apply()
+    h.preempt("a")
+    h.drain()
     assert h.stores
     h.schedule()
     assert h.state("a") is State.RUNNING
     h.run()
+    assert h.report("a")["preempted"] == overlap
+    assert h.chunks_below(PROMPT) == [0, 1, 2, 3, 4]
     h.check_drained()
 
 
@@ -230,9 +261,10 @@ def test_failed_load_with_several_groups(overlap: int, sync: int) -> None:
         h.check_drained()
 
 
-def test_what_lookup_found_stays_until_it_is_used() -> None:
+@both
+def test_what_lookup_found_stays_until_it_is_used(overlap: int) -> None:
     """vllm #42289, #43884: evicted between lookup and use."""
-    h = Harness(host_slots=5)
+    h = Harness(overlap=overlap, host_slots=5)
     h.warm("a", PROMPT, device=False)
     h.add("b", PROMPT)
     h.schedule()
@@ -264,19 +296,22 @@ def test_prefix_hit_right_after_a_preemption(overlap: int) -> None:
     h = Harness(overlap=overlap, host_slots=0)
     h.add("a", PROMPT, max_tokens=9)
     h.step()
-    h.scheduler._preempt(h.requests["a"])
+    h.preempt("a")
     h.run()
-    assert h.report("a")["preempted"] <= 4
+    assert (
+        h.report("a")["preempted"] == overlap
+    )  # 20 positions were still there, and 20 + overlap known
     h.check_drained()
 
 
 # --- hangs ---------------------------------------------------------------------------------
 
 
+@both
 @pytest.mark.parametrize("sync", [0, 99])
-def test_a_chunk_that_fails_to_load_is_tried_once(sync: int) -> None:
+def test_a_chunk_that_fails_to_load_is_tried_once(overlap: int, sync: int) -> None:
     """vllm #49176: found by the next lookup, and failing again, for ever."""
-    h = Harness(sync_load_blocks_max=sync)
+    h = Harness(overlap=overlap, sync_load_blocks_max=sync)
     h.warm("a", PROMPT, device=False)
     tried: list[bytes] = []
     h.lose_sync_load = lambda place: True
@@ -297,9 +332,10 @@ def test_a_chunk_that_fails_to_load_is_tried_once(sync: int) -> None:
     h.check_drained()
 
 
-def test_a_pending_load_has_a_deadline() -> None:
+@both
+def test_a_pending_load_has_a_deadline(overlap: int) -> None:
     """vllm #49829: a hit that is "pending" has none."""
-    h = Harness(load_deadline_s=3.0)
+    h = Harness(overlap=overlap, load_deadline_s=3.0)
     h.warm("a", PROMPT, device=False)
     h.add("b", PROMPT)
     h.add("c", PROMPT)  # it waits for b's load
@@ -340,9 +376,10 @@ def test_holders_of_blocks_never_wait_behind_those_that_need_them(overlap: int) 
     h.check_drained()
 
 
-def test_a_full_staging_area_is_not_waited_for() -> None:
+@both
+def test_a_full_staging_area_is_not_waited_for(overlap: int) -> None:
     """LMCache #2942: an allocation loops for ever when the staging area is full."""
-    h = Harness(host_slots=2)
+    h = Harness(overlap=overlap, host_slots=2)
     h.warm("a", tokens(9), device=False)
     h.add("b", tokens(9))
     h.schedule()  # pins both slots
@@ -357,9 +394,10 @@ def test_a_full_staging_area_is_not_waited_for() -> None:
 # --- leaks and limits ----------------------------------------------------------------------
 
 
-def test_blocks_of_an_aborted_load_come_back() -> None:
+@both
+def test_blocks_of_an_aborted_load_come_back(overlap: int) -> None:
     """vllm #46283."""
-    h = Harness()
+    h = Harness(overlap=overlap)
     h.warm("a", PROMPT, device=False)
     h.add("b", PROMPT)
     h.schedule()
@@ -369,10 +407,11 @@ def test_blocks_of_an_aborted_load_come_back() -> None:
     h.check_drained()
 
 
+@both
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_pins_are_dropped_once_on_abort(moment: str) -> None:
+def test_pins_are_dropped_once_on_abort(overlap: int, moment: str) -> None:
     """LMCache #3381, vllm #44100: twice, or never."""
-    h = Harness()
+    h = Harness(overlap=overlap)
     h.warm("a", PROMPT, device=False)
     h.add("b", PROMPT)
     h.schedule()
@@ -385,9 +424,10 @@ def test_pins_are_dropped_once_on_abort(moment: str) -> None:
     h.check_drained()
 
 
-def test_the_memory_cap_is_enforced() -> None:
+@both
+def test_the_memory_cap_is_enforced(overlap: int) -> None:
     """llama.cpp #26216."""
-    h = Harness(host_slots=7)
+    h = Harness(overlap=overlap, host_slots=7)
     for number in range(6):
         h.warm(f"r{number}", tokens(21, start=number))
         assert h.manager.slots.in_use <= 7
@@ -404,9 +444,10 @@ def test_keys_are_the_same_in_another_process() -> None:
 # --- slow ----------------------------------------------------------------------------------
 
 
-def test_sharers_wait_for_their_own_chunks_only() -> None:
+@both
+def test_sharers_wait_for_their_own_chunks_only(overlap: int) -> None:
     """vllm #44294: every request that shares a prefix waits for one whole load."""
-    h = Harness()
+    h = Harness(overlap=overlap)
     h.warm("a", tokens(61), device=False)
     h.add("long", tokens(61))
     h.add("short", tokens(6))

@@ -1,4 +1,28 @@
-"""What must happen when requests meet, wait, share and end: one short story each."""
+"""What must happen when requests meet, wait, share and end: one short story each.
+
+Where to find a story, for one and two plans in flight each; `stored` is test_what_is_stored,
+`lost` test_lost_kv, `recovery` test_recovery, `reset` test_reset, the others are here:
+
+    abort       of a queued request                 stored: abort_of_a_queued_...
+                after a preemption                  stored: abort_of_a_request_that_waits_...
+                while loading                       stored: abort_while_loading_...
+                in mid-prefill                      stored: abort_in_mid_prefill_...
+                in every state                      abort_in_every_state_...
+    preemption  and resumption                      stored: preempted_...; section preemption
+    end         before, on, after a chunk boundary  stored: length_..., stop_...
+                with a store failure                stored: finish_in_the_same_step_...
+    cached      the whole prompt                    whole_prompt_cached_...
+    lost        first, middle, last chunk, all      lost: loads_lose_...
+                a load that never returns           lost: a_load_that_never_returns_...
+                a checksum, the device              lost: corrupt_load_..., blocks that turn out bad
+                a shared block                      recovery: shared_block_...
+                failure during recovery             recovery: the first section
+                recovery when the pool is full      recovery: recovery_when_..., all_holders_...
+                those who hold none of it           recovery: a_request_that_holds_none_...
+                policy fail                         recovery: policy_...
+    blocks      that two requests need              two_requests_..., two_that_load_...
+    reset       at any moment                       reset: reset_at_any_moment
+"""
 
 from __future__ import annotations
 
@@ -10,9 +34,9 @@ from ebbtide.core.request import FinishReason, State
 from ebbtide.errors import InputError, QueueFull
 from ebbtide.params import RepetitionStop
 
-from .harness import Harness, tokens
+from .harness import Harness, both, one_and_two_groups, tokens
 
-both = pytest.mark.parametrize("overlap", [1, 2])
+Groups = tuple[KVGroup, ...]
 
 
 def fed(plan: StepPlan | None) -> dict[str, tuple[int, int]]:
@@ -24,21 +48,29 @@ def fed(plan: StepPlan | None) -> dict[str, tuple[int, int]]:
 
 
 @both
-@pytest.mark.parametrize("length", [8, 9])
-def test_whole_prompt_cached_leaves_one_token_to_compute(overlap: int, length: int) -> None:
-    h = Harness(overlap=overlap)
-    h.warm("a", tokens(length))
+@one_and_two_groups
+@pytest.mark.parametrize("where", ["device", "host, sync", "host, async"])
+@pytest.mark.parametrize("length", [1, 4, 5, 8, 9])
+def test_whole_prompt_cached_leaves_something_to_compute(
+    overlap: int, groups: Groups, where: str, length: int
+) -> None:
+    """One token at least, from the last block's boundary before it."""
+    h = Harness(
+        overlap=overlap, groups=groups, sync_load_blocks_max=99 if where == "host, sync" else 0
+    )
+    h.warm("a", tokens(length), device=where == "device")
     h.add("b", tokens(length))
     h.run()
     cached = (length - 1) // 4 * 4
-    assert h.report("b")["device"] == cached
-    assert h.report("b")["computed"] == length - cached
+    sources = (cached, 0) if where == "device" else (0, cached)
+    assert h.sources("b") == (*sources, length - cached)
     h.check_drained()
 
 
 @both
-def test_identical_prompts_at_once_compute_once(overlap: int) -> None:
-    h = Harness(overlap=overlap)
+@one_and_two_groups
+def test_identical_prompts_at_once_compute_once(overlap: int, groups: Groups) -> None:
+    h = Harness(overlap=overlap, groups=groups)
     for name in "abc":
         h.add(name, tokens(17))
     h.run()
@@ -86,8 +118,9 @@ def test_the_producer_is_aborted_and_its_waiters_go_on(overlap: int) -> None:
     h.check_drained()
 
 
-def test_sharers_of_a_load_wait_only_for_the_chunks_they_need() -> None:
-    h = Harness()
+@both
+def test_sharers_of_a_load_wait_only_for_the_chunks_they_need(overlap: int) -> None:
+    h = Harness(overlap=overlap)
     h.warm("a", tokens(33), device=False)
     h.add("long", tokens(33))
     h.add("short", tokens(10))
@@ -100,8 +133,9 @@ def test_sharers_of_a_load_wait_only_for_the_chunks_they_need() -> None:
     h.check_drained()
 
 
-def test_sharers_of_a_load_wait_for_every_group() -> None:
-    h = Harness(groups=(KVGroup(), KVGroup(window=50)))
+@both
+def test_sharers_of_a_load_wait_for_every_group(overlap: int) -> None:
+    h = Harness(groups=(KVGroup(), KVGroup(window=50)), overlap=overlap)
     h.warm("a", tokens(33), device=False)
     h.add("long", tokens(33))
     h.add("short", tokens(10))
@@ -131,8 +165,10 @@ def test_sharer_of_a_load_that_brings_only_a_window_does_not_wait_for_its_reques
     h.check_drained()
 
 
-def test_salt_separates_tenants() -> None:
-    h = Harness()
+@both
+@one_and_two_groups
+def test_salt_separates_tenants(overlap: int, groups: Groups) -> None:
+    h = Harness(overlap=overlap, groups=groups)
     h.warm("a", tokens(17), cache_salt="one")
     h.add("other", tokens(17), cache_salt="two")
     h.add("none", tokens(17))
@@ -247,20 +283,16 @@ def test_preemption_takes_the_lowest_priority_then_the_latest(overlap: int) -> N
     victims: list[str] = []
     while h.scheduler.requests:
         h.move_all()
-        while len(h.plans) < overlap and h.schedule() is not None:
-            pass
+        h.fill()
         if h.plans:
             h.apply()
-        left = [n for n, r in h.requests.items() if r.state in (State.DRAINING, State.WAITING)]
-        victims += [n for n in left if n not in victims and r_unfinished(h, n)]
+        paused = (State.DRAINING, State.WAITING)
+        left = [n for n, r in h.requests.items() if r.state in paused and r.finish is None]
+        victims += [name for name in left if name not in victims]
     assert victims[:2] == ["low", "second"]
     assert "first" not in victims
     h.run()
     h.check_drained()
-
-
-def r_unfinished(h: Harness, name: str) -> bool:
-    return h.requests[name].finish is None
 
 
 @both
@@ -282,31 +314,55 @@ def test_positions_computed_again_after_a_preemption_are_counted(overlap: int) -
     h = Harness(overlap=overlap, num_blocks=20, length_max=60, host_slots=0)
     h.add("a", tokens(5), max_tokens=30)
     h.run(until=lambda: len(h.output("a")) == 20)
-    h.scheduler._preempt(h.requests["a"])
-    while h.plans:
-        h.apply()
+    h.preempt("a")
+    h.drain()
     committed = len(h.requests["a"].tokens) - 1  # the last token's position was never fed
-    h.scheduler.kv.pool.unpublish_all()
+    h.forget_device()
     h.run()
     assert h.report("a")["preempted"] == committed
     h.check_drained()
 
 
 @both
-def test_two_requests_that_need_each_others_blocks(overlap: int) -> None:
-    h = Harness(overlap=overlap, num_blocks=8, length_max=32)
+@one_and_two_groups
+@pytest.mark.parametrize("slots", [0, 64], ids=["device alone", "with host memory"])
+def test_two_requests_that_need_each_others_blocks(
+    overlap: int, groups: Groups, slots: int
+) -> None:
+    """Each fits alone, and not both: the later one gives way, the earlier one does not notice."""
+    size = 8 * len(groups)
+    h = Harness(overlap=overlap, groups=groups, num_blocks=size, length_max=32, host_slots=slots)
     h.add("a", tokens(4, start=1), max_tokens=28)
     h.add("b", tokens(4, start=2), max_tokens=28)
     h.run()
-    assert len(h.output("a")) == len(h.output("b")) == 28
+    assert h.finish("a") is h.finish("b") is FinishReason.LENGTH
+    assert h.report("a")["preempted"] == 0
+    assert len(groups) > 1 or h.scheduler.counters.preemptions > 0  # windows leave blocks to spare
     h.check_drained()
 
 
-def test_a_preempted_request_may_be_finished_by_the_step_in_flight() -> None:
-    h = Harness(overlap=2)
+@both
+def test_two_that_load_need_each_others_blocks(overlap: int) -> None:
+    """Neither load can start beside the other: they take turns."""
+    h = Harness(overlap=overlap, num_blocks=9, length_max=36)
+    for number, name in enumerate("xy"):
+        h.warm(name, tokens(21, start=number), device=False)
+    for number, name in enumerate("ab"):
+        h.add(name, tokens(21, start=number), max_tokens=12)
+    assert h.schedule() is None
+    assert (h.state("a"), h.state("b")) == (State.LOADING, State.WAITING)
+    h.run()
+    assert h.sources("a") == h.sources("b") == (0, 20, 1)
+    h.check_drained()
+
+
+@both
+def test_a_preempted_request_may_be_finished_by_the_step_in_flight(overlap: int) -> None:
+    h = Harness(overlap=overlap)
     h.add("a", tokens(5), max_tokens=2)
     h.step()
-    h.scheduler._preempt(h.requests["a"])
+    h.fill()
+    h.preempt("a")
     h.apply()
     assert h.finish("a") is FinishReason.LENGTH
     h.run()
@@ -334,9 +390,10 @@ def test_loading_request_is_preempted_and_its_load_returns_later(overlap: int) -
 
 
 @both
-def test_abort_in_every_state_ends_once_and_leaves_nothing(overlap: int) -> None:
+@one_and_two_groups
+def test_abort_in_every_state_ends_once_and_leaves_nothing(overlap: int, groups: Groups) -> None:
     for steps in range(12):
-        h = Harness(overlap=overlap, step_tokens_max=5)
+        h = Harness(overlap=overlap, groups=groups, step_tokens_max=5)
         h.warm("x", tokens(9), device=False)
         h.add("a", tokens(14))
         for _ in range(steps):
@@ -374,8 +431,9 @@ def test_repetition_is_judged_by_the_output_alone(overlap: int) -> None:
 
 
 @both
-def test_next_turn_continues_an_output(overlap: int) -> None:
-    h = Harness(overlap=overlap)
+@one_and_two_groups
+def test_next_turn_continues_an_output(overlap: int, groups: Groups) -> None:
+    h = Harness(overlap=overlap, groups=groups)
     h.add("a", tokens(10), max_tokens=9)
     h.run()
     h.add("b", tokens(10) + h.output("a") + tokens(3))
