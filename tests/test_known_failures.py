@@ -298,9 +298,8 @@ def test_prefix_hit_right_after_a_preemption(overlap: int) -> None:
     h.step()
     h.preempt("a")
     h.run()
-    assert (
-        h.report("a")["preempted"] == overlap
-    )  # 20 positions were still there, and 20 + overlap known
+    # 20 positions are found again; one was committed behind them, or two with a step in flight
+    assert h.report("a")["preempted"] == overlap
     h.check_drained()
 
 

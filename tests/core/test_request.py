@@ -57,5 +57,5 @@ def test_rank_is_priority_then_arrival() -> None:
 
 def test_repr_tells_where_it_is() -> None:
     assert repr(request([1, 2], repetition=RepetitionStop(1, 2))) == (
-        "<Request a WAITING committed 0, scheduled 0, target 2, 0 in flight>"
+        "<Request a WAITING 0 committed, 0 scheduled, target 2, 0 in flight>"
     )

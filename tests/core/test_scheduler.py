@@ -17,7 +17,7 @@ def test_repr_tells_how_full_it_is() -> None:
     h.add("b", tokens(9, start=1))
     h.schedule()
     assert repr(h.scheduler) == (
-        "<Scheduler 1 running, 0 loading, 0 draining, 1 waiting, "
+        "<Scheduler 1 running, 0 loading, 1 waiting, 0 draining, "
         "<BlockPool 3 in use, 0 cached, 7 blank>>"
     )
 
