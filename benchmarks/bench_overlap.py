@@ -1,0 +1,306 @@
+"""What two plans in flight bring: the same engine with overlap 1 and 2, in turns.
+
+    python benchmarks/bench_overlap.py [--rounds 9] [--trace FILE] [--plot FILE] [--json FILE]
+
+Each variant has a process of its own, which sleeps while the other is measured. In every round each
+case runs on both, one right after the other, in an order that turns round; the ratio is the median
+of the rounds' ratios, so that whatever else the machine does hits both alike. After the rounds,
+traced runs show where the host's time lies: `--trace` writes them for Perfetto or chrome://tracing,
+`--plot` draws a few steps of them (needs matplotlib, which the package does not ask for).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import queue
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ebbtide.engine.config import DEFAULT_MODEL, MIB, EngineConfig
+from ebbtide.engine.engine import Engine
+from ebbtide.engine.output import Delta
+from ebbtide.params import SamplingParams
+from spans import Recorder, Span, Summary, draw, summarise, write_trace
+
+BATCHES = (1, 8, 32)
+OVERLAPS = (1, 2)
+PROMPT_TOKENS = 128  # before the first decode step that is timed
+STEPS = {1: 48, 8: 32, 32: 24}  # decode steps per round: long enough to be timed, short enough to
+TRACED_STEPS = 40  # alternate quickly
+VOCAB = (1_000, 40_000)  # ids of ordinary tokens
+MIXED_USERS, MIXED_REQUESTS = 8, 16
+MIXED_STOPS = frozenset(range(0, 49_000, 24))  # one token in 24 or so ends its request
+
+
+class Heard(NamedTuple):
+    """A delta that reached its owner."""
+
+    at_s: float
+    owner: int
+    tokens: int
+    last: bool
+
+
+class Variant:
+    """An engine with one setting of overlap, and the workloads it is measured with."""
+
+    def __init__(self, overlap: int, model: str, dtype: str, threads: int | None) -> None:
+        self._engine = Engine(
+            EngineConfig(
+                model=model,
+                dtype=dtype,
+                threads=threads,
+                overlap=overlap,
+                kv_bytes=256 * MIB,
+                host_bytes=64 * MIB,
+                max_length=2048,
+            )
+        )
+        self._recorder: Recorder | None = None
+
+    def decode(self, batch: int, steps: int) -> float:
+        """Tokens per second from when all of ``batch`` requests decode until the last has ended."""
+        heard = self._decode(batch, steps)
+        first_s: dict[int, float] = {}
+        for each in heard:
+            first_s.setdefault(each.owner, each.at_s)
+        begin_s = max(first_s.values())
+        return sum(h.tokens for h in heard if h.at_s > begin_s) / (heard[-1].at_s - begin_s)
+
+    def _decode(self, batch: int, steps: int) -> list[Heard]:
+        rng = random.Random(batch)  # the same prompts each time: their KV is cached, mostly
+        params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
+        jobs = [(prompt_of(rng, PROMPT_TOKENS), params) for _ in range(batch)]
+        return self._serve(jobs, users=batch)
+
+    def mixed(self, seed: int) -> float:
+        """Tokens per second, from the first arrival to the last end. Prompts are new each time."""
+        heard, seconds = self._mixed(seed)
+        return sum(h.tokens for h in heard) / seconds
+
+    def _mixed(self, seed: int) -> tuple[list[Heard], float]:
+        """A number of users, each of whom asks again once answered: prompts arrive while others
+        decode, and most answers end on a stop token, which no scheduler can know in advance."""
+        rng = random.Random(seed)
+        jobs = []
+        for _ in range(MIXED_REQUESTS):
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=rng.randint(16, 48),
+                ignore_eos=True,
+                stop_token_ids=MIXED_STOPS,
+            )
+            jobs.append((prompt_of(rng, rng.randint(32, 256)), params))
+        begin_s = time.perf_counter()
+        heard = self._serve(jobs, MIXED_USERS)
+        return heard, heard[-1].at_s - begin_s
+
+    def _serve(self, jobs: list[tuple[list[int], SamplingParams]], users: int) -> list[Heard]:
+        """Run jobs, ``users`` at a time. What was heard, in order."""
+        heard: list[Heard] = []
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def sink(owner: int, delta: Delta) -> None:
+            last = delta.finish_reason is not None
+            heard.append(Heard(time.perf_counter(), owner, len(delta.token_ids), last))
+            if last:
+                ended.put(owner)
+
+        for owner, (prompt, params) in enumerate(jobs):
+            if owner >= users:
+                ended.get()
+            self._engine.submit(prompt, params, partial(sink, owner))
+        for _ in range(min(users, len(jobs))):
+            ended.get()
+        return heard
+
+    def trace(self, batch: int) -> list[Span]:
+        """The spans of a run of decoding requests. Tracing costs a little: not for rates."""
+        self._start_trace()
+        self._decode(batch, TRACED_STEPS)
+        return self._stop_trace()
+
+    def trace_mixed(self, seed: int) -> tuple[list[Span], int]:
+        """The spans of a mixed run, and how many tokens it delivered."""
+        self._start_trace()
+        heard, _ = self._mixed(seed)
+        return self._stop_trace(), sum(h.tokens for h in heard)
+
+    def _start_trace(self) -> None:
+        if self._recorder is None:
+            self._recorder = Recorder(self._engine._loop)
+        self._recorder.start()
+
+    def _stop_trace(self) -> list[Span]:
+        assert self._recorder is not None
+        while self._engine.stats().running:  # a step that nobody waits for may still be running
+            time.sleep(0.01)
+        return self._recorder.stop()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(*VOCAB) for _ in range(length)]
+
+
+def serve(connection: Connection, *arguments: Any) -> None:
+    """A process with one variant: answers (method, arguments) with what the method returns."""
+    variant = Variant(*arguments)
+    connection.send(None)
+    while (call := connection.recv()) is not None:
+        method, arguments = call
+        connection.send(getattr(variant, method)(*arguments))
+    variant.close()
+
+
+class Remote:
+    """A variant in a process of its own. ``wait`` until it is ready."""
+
+    def __init__(self, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, child = context.Pipe()
+        self._process = context.Process(target=serve, args=(child, *arguments), daemon=True)
+        self._process.start()
+        child.close()
+        self._connection.recv()
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        self._connection.send((method, arguments))
+        return self._connection.recv()
+
+    def close(self) -> None:
+        self._connection.send(None)
+        self._process.join()
+
+
+Rates = dict[str, dict[int, list[float]]]
+
+
+def measure(variants: dict[int, Remote], batches: Sequence[int], rounds: int) -> Rates:
+    """Tokens per second: case -> overlap -> one figure per round. The first round does not count."""
+    rates: Rates = {}
+    for number in track(range(rounds + 1), description="rounds", transient=True):
+        order = OVERLAPS if number % 2 else OVERLAPS[::-1]
+        calls: dict[str, tuple[Any, ...]] = {
+            f"decode, batch {batch}": ("decode", batch, STEPS.get(batch, 24)) for batch in batches
+        }
+        calls["mixed"] = ("mixed", number)
+        for case, call in calls.items():
+            for overlap in order:
+                rate = variants[overlap](*call)
+                if number:
+                    rates.setdefault(case, {}).setdefault(overlap, []).append(rate)
+    return rates
+
+
+def rate_table(rates: Rates, rounds: int) -> Table:
+    table = Table(title=f"Tokens per second, medians of {rounds} rounds", title_justify="left")
+    table.add_column("case")
+    for column in ("overlap 1", "overlap 2", "ratio 2/1", "its quartiles", "min", "max"):
+        table.add_column(column, justify="right")
+    for case, by_overlap in rates.items():
+        ratios = ratios_of(by_overlap)
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        table.add_row(
+            case,
+            *(f"{statistics.median(by_overlap[overlap]):.1f}" for overlap in OVERLAPS),
+            f"{statistics.median(ratios):.3f}",
+            f"{low:.3f} to {high:.3f}",
+            f"{min(ratios):.3f}",
+            f"{max(ratios):.3f}",
+        )
+    return table
+
+
+def ratios_of(by_overlap: dict[int, list[float]]) -> list[float]:
+    return [two / one for one, two in zip(by_overlap[1], by_overlap[2], strict=True)]
+
+
+def step_table(summaries: dict[tuple[int, int], Summary]) -> Table:
+    table = Table(title="One decode step, ms (traced)", title_justify="left")
+    columns = ("batch", "overlap", "step", "device", "schedule", "submit", "apply", "hand out")
+    for column in (*columns, "host", "host CPU", "hidden", "device idle"):
+        table.add_column(column, justify="right")
+    for (batch, overlap), summary in summaries.items():
+        parts = [summary.host_ms.get(name, 0.0) for name in columns[4:]]
+        figures = (*parts, summary.host_total_ms, summary.host_cpu_ms)
+        table.add_row(
+            str(batch),
+            str(overlap),
+            f"{summary.wall_ms:.2f}",
+            f"{summary.device_ms:.2f}",
+            *(f"{figure:.3f}" for figure in figures),
+            f"{summary.hidden:.0%}",
+            f"{summary.idle_ms:.3f}",
+        )
+    return table
+
+
+def wasted_line(overlap: int, spans: Sequence[Span], tokens: int) -> str:
+    """How many sampled tokens nobody got: those of requests that had ended a step before."""
+    sampled = sum(span.sampled for span in spans)
+    return (
+        f"mixed, overlap {overlap}: {sampled:,} tokens sampled, {tokens:,} delivered, "
+        f"{(sampled - tokens) / sampled:.1%} wasted"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, help="of the device; PyTorch's own choice if unsaid")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write all traced runs here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a few steps, as PNG")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    args = parser.parse_args()
+    console = Console(width=130)
+    variants = {
+        overlap: Remote(overlap, args.model, args.dtype, args.threads) for overlap in OVERLAPS
+    }
+    rates = measure(variants, args.batches, args.rounds)
+    console.print(rate_table(rates, args.rounds))
+    runs = {(b, o): variants[o]("trace", b) for b in args.batches for o in OVERLAPS}
+    summaries = {(b, o): summarise(spans, b) for (b, o), spans in runs.items()}
+    console.print(step_table(summaries))
+    mixed = {overlap: variants[overlap]("trace_mixed", 0) for overlap in OVERLAPS}
+    for overlap, (spans, tokens) in mixed.items():
+        console.print(wasted_line(overlap, spans, tokens))
+    for variant in variants.values():
+        variant.close()
+    if args.trace:
+        named = {f"batch {b}, overlap {o}": spans for (b, o), spans in runs.items()}
+        named |= {f"mixed, overlap {o}": spans for o, (spans, _) in mixed.items()}
+        write_trace(args.trace, named)
+    if args.plot:
+        batch = args.batches[-1]
+        shown = {f"overlap {o}": (runs[batch, o], batch) for o in OVERLAPS}
+        draw(args.plot, shown, f"{batch} requests decode, {args.model}", steps=6)
+    if args.json:
+        figures = {
+            "rates": rates,
+            "ratios": {case: ratios_of(each) for case, each in rates.items()},
+            "steps": {f"batch {b}, overlap {o}": asdict(s) for (b, o), s in summaries.items()},
+        }
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

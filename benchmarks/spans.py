@@ -1,0 +1,226 @@
+"""Who worked when: times recorded around the parts of a running engine, from outside.
+
+One lane is the executor's thread (the device), the other the engine's (the host). The parts are
+wrapped in place while the engine is idle, so nothing in the product knows of it. Times are in seconds
+of ``time.perf_counter``, CPU times are those of the thread that did the work.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ebbtide.engine.loop import EngineLoop
+
+DEVICE, HOST = "device", "host"
+EDGE_STEPS = 2  # at either end of a run: they are not like those between them
+
+
+class Span(NamedTuple):
+    """tokens, sampled: what a device span fed and sampled; 0 for the host's."""
+
+    lane: str
+    name: str
+    step: int
+    begin_s: float
+    end_s: float
+    cpu_s: float
+    tokens: int = 0
+    sampled: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+class Recorder:
+    """Records the spans of one loop from ``start`` to ``stop``, both called while it is idle."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._spans: list[Span] = []
+        self._applied = 0
+        self._on = False
+        scheduler: Any = loop._scheduler
+        executor: Any = loop._executor
+        scheduler.schedule = self._timed(HOST, "schedule", scheduler.schedule, _step_of_result)
+        scheduler.apply = self._timed(HOST, "apply", scheduler.apply, self._step_applied)
+        executor.submit = self._timed(HOST, "submit", executor.submit, _step_of_argument)
+        executor._run = self._timed(DEVICE, "step", executor._run, _step_of_argument)
+        loop._listener = self._timed(
+            HOST, "hand out", loop._listener, lambda *_: self._applied if self._on else None
+        )
+
+    def start(self) -> None:
+        self._spans, self._on = [], True
+
+    def stop(self) -> list[Span]:
+        self._on = False
+        return sorted(self._spans, key=lambda span: span.begin_s)
+
+    def _timed(
+        self, lane: str, name: str, work: Callable[..., Any], step_of: Callable[..., int | None]
+    ) -> Callable[..., Any]:
+        def timed(argument: Any) -> Any:
+            begin_s, cpu_s = time.perf_counter(), time.thread_time()
+            result = work(argument)
+            end_s, spent_s = time.perf_counter(), time.thread_time() - cpu_s
+            step = step_of(argument, result) if self._on else None
+            if step is not None:
+                fed = sampled = 0
+                if lane == DEVICE:
+                    fed = argument.num_tokens
+                    sampled = sum(row.sampling is not None for row in argument.rows)
+                self._spans.append(Span(lane, name, step, begin_s, end_s, spent_s, fed, sampled))
+            return result
+
+        return timed
+
+    def _step_applied(self, plan: Any, result: Any) -> int:
+        self._applied = plan.step
+        return self._applied
+
+
+def _step_of_argument(plan: Any, result: Any) -> int:
+    return int(plan.step)
+
+
+def _step_of_result(now: float, plan: Any) -> int | None:
+    return None if plan is None else int(plan.step)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Milliseconds per step, means over the steady steps. Host times by part.
+
+    hidden: share of the host's time during which the device was computing, 0 to 1. idle_ms: from
+    the end of one step on the device to the start of the next, the median. host_cpu_ms: of the
+    host's time, what it did not spend waiting for a processor or for the interpreter's lock.
+    """
+
+    steps: int
+    wall_ms: float
+    device_ms: float
+    host_ms: dict[str, float]
+    host_cpu_ms: float
+    hidden: float
+    idle_ms: float
+
+    @property
+    def host_total_ms(self) -> float:
+        return sum(self.host_ms.values())
+
+
+def steady(spans: Iterable[Span], batch: int) -> list[Span]:
+    """The device's spans of steps in which all of ``batch`` requests decode, without the edges."""
+    device = [s for s in spans if s.lane == DEVICE and s.tokens == s.sampled == batch]
+    return device[EDGE_STEPS:-EDGE_STEPS]
+
+
+def summarise(spans: Sequence[Span], batch: int) -> Summary:
+    """What a run of ``batch`` decoding requests shows. Needs at least 6 steps of all of them."""
+    device = steady(spans, batch)
+    assert len(device) >= 2, "too few steps to say anything"
+    begin_s, end_s = device[0].begin_s, device[-1].begin_s
+    count = len(device) - 1
+    busy = [span for span in spans if span.lane == DEVICE]
+    host = [s for s in spans if s.lane == HOST and begin_s <= s.begin_s and s.end_s <= end_s]
+    parts: dict[str, float] = {}
+    for span in host:
+        parts[span.name] = parts.get(span.name, 0.0) + span.seconds * 1e3 / count
+    total_s = sum(span.seconds for span in host)
+    hidden_s = sum(_common(span, other) for span in host for other in busy)
+    return Summary(
+        steps=count,
+        wall_ms=(end_s - begin_s) * 1e3 / count,
+        device_ms=statistics.fmean(span.seconds for span in device) * 1e3,
+        host_ms=parts,
+        host_cpu_ms=sum(span.cpu_s for span in host) * 1e3 / count,
+        hidden=hidden_s / total_s if total_s else 0.0,
+        idle_ms=statistics.median(
+            (b.begin_s - a.end_s) * 1e3 for a, b in zip(device, device[1:], strict=False)
+        ),
+    )
+
+
+def _common(a: Span, b: Span) -> float:
+    return max(0.0, min(a.end_s, b.end_s) - max(a.begin_s, b.begin_s))
+
+
+def write_trace(path: Path, runs: dict[str, Sequence[Span]]) -> None:
+    """Chrome's trace format, which Perfetto reads too: a process per run, a thread per lane."""
+    events: list[dict[str, Any]] = []
+    for pid, (run, spans) in enumerate(runs.items(), start=1):
+        origin_s = min(span.begin_s for span in spans)
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": run}})
+        for tid, lane in enumerate((DEVICE, HOST), start=1):
+            named = {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid}
+            events.append({**named, "args": {"name": lane}})
+        for span in spans:
+            args: dict[str, float] = {"step": span.step, "cpu_ms": round(span.cpu_s * 1e3, 3)}
+            if span.lane == DEVICE:
+                args |= {"tokens": span.tokens}
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{span.name} {span.step}",
+                    "cat": span.name,
+                    "pid": pid,
+                    "tid": 1 if span.lane == DEVICE else 2,
+                    "ts": round((span.begin_s - origin_s) * 1e6, 1),
+                    "dur": round(span.seconds * 1e6, 1),
+                    "args": args,
+                }
+            )
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+COLOURS = {"schedule": "#d1495b", "submit": "#8d96a3", "apply": "#edae49", "hand out": "#00798c"}
+STEP_COLOURS = ("#b8c4bb", "#98a89c")  # in turn, so that one step can be told from the next
+
+
+def draw(path: Path, runs: dict[str, tuple[Sequence[Span], int]], title: str, steps: int) -> None:
+    """A few consecutive steps of each run, one below the other, all to the same scale.
+
+    runs: name -> spans and how many requests decode. Raises ImportError without matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, axes = pyplot.subplots(
+        len(runs), 1, sharex=True, figsize=(10, 1.1 + 1.35 * len(runs)), squeeze=False
+    )
+    until_ms = 0.0
+    for axis, (run, (spans, batch)) in zip(axes[:, 0], runs.items(), strict=True):
+        middle = steady(spans, batch)
+        shown = middle[len(middle) // 2 :][: steps + 1]
+        origin_s = shown[0].begin_s
+        until_ms = max(until_ms, (shown[-1].end_s - origin_s) * 1e3)
+        for span in spans:
+            device = span.lane == DEVICE
+            colour = STEP_COLOURS[span.step % 2] if device else COLOURS[span.name]
+            begin_ms, width_ms = (span.begin_s - origin_s) * 1e3, span.seconds * 1e3
+            axis.barh(1 if device else 0, width_ms, left=begin_ms, height=0.7, color=colour)
+            if device and span in shown:
+                axis.text(begin_ms + width_ms / 2, 1, str(span.step), ha="center", va="center")
+        axis.set_yticks([0, 1], [HOST, DEVICE])
+        axis.set_title(run, loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    shortest_ms = until_ms
+    axes[-1, 0].set_xlim(0, shortest_ms)
+    axes[-1, 0].set_xlabel("ms")
+    names = [Patch(color=STEP_COLOURS[0], label="step on the device")]
+    names += [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=names, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
