@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -111,9 +112,11 @@ class Variant:
     def _serve(self, jobs: list[tuple[list[int], SamplingParams]], users: int) -> list[Heard]:
         """Run jobs, ``users`` at a time. What was heard, in order."""
         heard: list[Heard] = []
+        failures: list[str] = []
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 
         def sink(owner: int, delta: Delta) -> None:
+            failures.extend([delta.error] if delta.error else [])
             last = delta.finish_reason is not None
             heard.append(Heard(time.perf_counter(), owner, len(delta.token_ids), last))
             if last:
@@ -125,6 +128,7 @@ class Variant:
             self._engine.submit(prompt, params, partial(sink, owner))
         for _ in range(min(users, len(jobs))):
             ended.get()
+        assert not failures, failures[0]
         return heard
 
     def trace(self, batch: int) -> list[Span]:
@@ -178,6 +182,12 @@ class Remote:
         self._process.start()
         child.close()
         self._connection.recv()
+        self._usage = psutil.Process(self._process.pid)
+
+    def cpu_s(self) -> float:
+        """CPU time that the process has used."""
+        times = self._usage.cpu_times()
+        return times.user + times.system
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         self._connection.send((method, arguments))
@@ -188,12 +198,37 @@ class Remote:
         self._process.join()
 
 
-Rates = dict[str, dict[int, list[float]]]
+class Pair(NamedTuple):
+    """One case, measured on both variants, one right after the other.
+
+    rates: overlap -> tokens per second. others: the share of all processors that other programs took
+    meanwhile, 0 to 1.
+    """
+
+    rates: dict[int, float]
+    others: float
+
+    @property
+    def ratio(self) -> float:
+        return self.rates[2] / self.rates[1]
 
 
-def measure(variants: dict[int, Remote], batches: Sequence[int], rounds: int) -> Rates:
-    """Tokens per second: case -> overlap -> one figure per round. The first round does not count."""
-    rates: Rates = {}
+Pairs = dict[str, list[Pair]]
+
+
+def run_pair(variants: dict[int, Remote], order: Sequence[int], call: tuple[Any, ...]) -> Pair:
+    before, ours_s = psutil.cpu_times(), sum(v.cpu_s() for v in variants.values())
+    rates = {overlap: variants[overlap](*call) for overlap in order}
+    after = psutil.cpu_times()
+    ours_s = sum(v.cpu_s() for v in variants.values()) - ours_s
+    total_s = sum(after) - sum(before)
+    idle_s = after.idle - before.idle
+    return Pair(rates, max(0.0, total_s - idle_s - ours_s) / total_s)
+
+
+def measure(variants: dict[int, Remote], batches: Sequence[int], rounds: int) -> Pairs:
+    """Case -> one pair per round. The first round does not count."""
+    pairs: Pairs = {}
     for number in track(range(rounds + 1), description="rounds", transient=True):
         order = OVERLAPS if number % 2 else OVERLAPS[::-1]
         calls: dict[str, tuple[Any, ...]] = {
@@ -201,34 +236,32 @@ def measure(variants: dict[int, Remote], batches: Sequence[int], rounds: int) ->
         }
         calls["mixed"] = ("mixed", number)
         for case, call in calls.items():
-            for overlap in order:
-                rate = variants[overlap](*call)
-                if number:
-                    rates.setdefault(case, {}).setdefault(overlap, []).append(rate)
-    return rates
+            pair = run_pair(variants, order, call)
+            if number:
+                pairs.setdefault(case, []).append(pair)
+    return pairs
 
 
-def rate_table(rates: Rates, rounds: int) -> Table:
+def rate_table(measured: Pairs, rounds: int) -> Table:
     table = Table(title=f"Tokens per second, medians of {rounds} rounds", title_justify="left")
     table.add_column("case")
-    for column in ("overlap 1", "overlap 2", "ratio 2/1", "its quartiles", "min", "max"):
+    columns = ("overlap 1", "overlap 2", "ratio 2/1", "quartiles", "min, max")
+    for column in (*columns, "in the quieter half", "CPU others took"):
         table.add_column(column, justify="right")
-    for case, by_overlap in rates.items():
-        ratios = ratios_of(by_overlap)
+    for case, pairs in measured.items():
+        ratios = [pair.ratio for pair in pairs]
         low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        quiet = sorted(pairs, key=lambda pair: pair.others)[: (len(pairs) + 1) // 2]
         table.add_row(
             case,
-            *(f"{statistics.median(by_overlap[overlap]):.1f}" for overlap in OVERLAPS),
+            *(f"{statistics.median(pair.rates[o] for pair in pairs):.1f}" for o in OVERLAPS),
             f"{statistics.median(ratios):.3f}",
             f"{low:.3f} to {high:.3f}",
-            f"{min(ratios):.3f}",
-            f"{max(ratios):.3f}",
+            f"{min(ratios):.3f}, {max(ratios):.3f}",
+            f"{statistics.median(pair.ratio for pair in quiet):.3f}",
+            f"{statistics.median(pair.others for pair in pairs):.0%}",
         )
     return table
-
-
-def ratios_of(by_overlap: dict[int, list[float]]) -> list[float]:
-    return [two / one for one, two in zip(by_overlap[1], by_overlap[2], strict=True)]
 
 
 def step_table(summaries: dict[tuple[int, int], Summary]) -> Table:
@@ -275,8 +308,8 @@ def main() -> None:
     variants = {
         overlap: Remote(overlap, args.model, args.dtype, args.threads) for overlap in OVERLAPS
     }
-    rates = measure(variants, args.batches, args.rounds)
-    console.print(rate_table(rates, args.rounds))
+    pairs = measure(variants, args.batches, args.rounds)
+    console.print(rate_table(pairs, args.rounds))
     runs = {(b, o): variants[o]("trace", b) for b in args.batches for o in OVERLAPS}
     summaries = {(b, o): summarise(spans, b) for (b, o), spans in runs.items()}
     console.print(step_table(summaries))
@@ -295,8 +328,7 @@ def main() -> None:
         draw(args.plot, shown, f"{batch} requests decode, {args.model}", steps=6)
     if args.json:
         figures = {
-            "rates": rates,
-            "ratios": {case: ratios_of(each) for case, each in rates.items()},
+            "pairs": {case: [pair._asdict() for pair in each] for case, each in pairs.items()},
             "steps": {f"batch {b}, overlap {o}": asdict(s) for (b, o), s in summaries.items()},
         }
         args.json.write_text(json.dumps(figures, indent=2) + "\n")

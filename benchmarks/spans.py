@@ -7,6 +7,7 @@ of ``time.perf_counter``, CPU times are those of the thread that did the work.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
@@ -51,9 +52,7 @@ class Recorder:
         scheduler.apply = self._timed(HOST, "apply", scheduler.apply, self._step_applied)
         executor.submit = self._timed(HOST, "submit", executor.submit, _step_of_argument)
         executor._run = self._timed(DEVICE, "step", executor._run, _step_of_argument)
-        loop._listener = self._timed(
-            HOST, "hand out", loop._listener, lambda *_: self._applied if self._on else None
-        )
+        loop._listener = self._timed(HOST, "hand out", loop._listener, lambda *_: self._applied)
 
     def start(self) -> None:
         self._spans, self._on = [], True
@@ -65,16 +64,16 @@ class Recorder:
     def _timed(
         self, lane: str, name: str, work: Callable[..., Any], step_of: Callable[..., int | None]
     ) -> Callable[..., Any]:
-        def timed(argument: Any) -> Any:
+        def timed(first: Any, *others: Any) -> Any:
             begin_s, cpu_s = time.perf_counter(), time.thread_time()
-            result = work(argument)
+            result = work(first, *others)
             end_s, spent_s = time.perf_counter(), time.thread_time() - cpu_s
-            step = step_of(argument, result) if self._on else None
+            step = step_of(first, result) if self._on else None
             if step is not None:
                 fed = sampled = 0
                 if lane == DEVICE:
-                    fed = argument.num_tokens
-                    sampled = sum(row.sampling is not None for row in argument.rows)
+                    fed = first.num_tokens
+                    sampled = sum(row.sampling is not None for row in first.rows)
                 self._spans.append(Span(lane, name, step, begin_s, end_s, spent_s, fed, sampled))
             return result
 
@@ -142,7 +141,7 @@ def summarise(spans: Sequence[Span], batch: int) -> Summary:
         host_cpu_ms=sum(span.cpu_s for span in host) * 1e3 / count,
         hidden=hidden_s / total_s if total_s else 0.0,
         idle_ms=statistics.median(
-            (b.begin_s - a.end_s) * 1e3 for a, b in zip(device, device[1:], strict=False)
+            (b.begin_s - a.end_s) * 1e3 for a, b in itertools.pairwise(device)
         ),
     )
 
@@ -213,8 +212,7 @@ def draw(path: Path, runs: dict[str, tuple[Sequence[Span], int]], title: str, st
         axis.set_yticks([0, 1], [HOST, DEVICE])
         axis.set_title(run, loc="left", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    shortest_ms = until_ms
-    axes[-1, 0].set_xlim(0, shortest_ms)
+    axes[-1, 0].set_xlim(0, until_ms)
     axes[-1, 0].set_xlabel("ms")
     names = [Patch(color=STEP_COLOURS[0], label="step on the device")]
     names += [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
