@@ -28,6 +28,7 @@ format: $(READY)
 sim: $(READY)
 	@$(BIN)/python -m ebbtide.testing.simulator --seeds 0 $(or $(SEEDS),2000) \
 		--keep tests/testing/failed_seeds.txt
+	@$(BIN)/python -m ebbtide.testing.threaded --seeds 0 100
 
 parity: $(READY)
 	@$(BIN)/python benchmarks/parity.py $(ARGS)

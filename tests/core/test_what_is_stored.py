@@ -12,7 +12,7 @@ from ebbtide.core.groups import KVGroup
 from ebbtide.core.request import FinishReason, State
 from ebbtide.params import RepetitionStop
 
-from .harness import FULL, Harness, both, one_and_two_groups, tokens
+from .harness import FULL, MIXED, Harness, both, one_and_two_groups, tokens
 
 Groups = tuple[KVGroup, ...]
 
@@ -124,7 +124,7 @@ def test_finish_in_the_same_step_as_a_store_failure(
     prompt = tokens(15)
     h.add("a", prompt, max_tokens=2)
     h.step()
-    failing = h.stores[0]
+    failing = next(store for store in h.stores if store.key.endswith(bytes(2)))  # of group 0
     if first == "store":
         h.move(failing, error="no space")
     h.step()  # feeds position 15, and ends it
@@ -343,7 +343,8 @@ def test_a_chunk_whose_store_failed_is_not_found_and_is_stored_again_by_the_next
     h = harness(overlap, groups)
     h.add("a", tokens(17), max_tokens=1)
     h.step()
-    h.move(h.stores[0], error="no")
+    failing = next(store for store in h.stores if store.key.endswith(bytes(2)))  # of group 0
+    h.move(failing, error="no")
     h.run()
     assert h.chunks_below(tokens(17)) == [1]
     h.add("b", tokens(17), max_tokens=1)
@@ -365,3 +366,13 @@ def test_sliding_window_stores_chunks_before_it_leaves_them_behind(overlap: int)
     h.run()
     assert h.chunks_below(tokens(30)) == [0, 1]
     h.check_drained()
+
+
+@both
+def test_a_window_is_stored_first_since_it_cannot_wait(overlap: int) -> None:
+    h = Harness(overlap=overlap, groups=MIXED, step_tokens_max=4, stores_max=1)
+    sequence = tokens(17)
+    h.warm("x", sequence)
+    windowed = h.chunks_below(sequence, group=1)
+    assert windowed == [0, 1, 2, 3], "all of it was stored in time, one chunk at a time"
+    assert h.chunks_below(sequence, group=0), "what keeps its blocks found room later"

@@ -52,7 +52,9 @@ class KVManager:
         self.outbox: list[Transfer] = []  # transfers to start beside the steps
         self._offload = offload
         self._fed_max = fed_max
-        self._windowed = any(group.window is not None for group in groups)
+        windows = [group.window is not None for group in groups]
+        self._windowed = any(windows)
+        self._store_order = sorted(range(len(groups)), key=lambda g: not windows[g])
         self._flights: dict[int, _Flight] = {}
         self._producers: dict[bytes, Request] = {}
         self._parked: dict[bytes, list[Request]] = {}
@@ -204,7 +206,8 @@ class KVManager:
         if request.private:
             return
         chain, full = request.digests, request.committed // self.block_size
-        for group, (first, blocks) in enumerate(request.tables):
+        for group in self._store_order:  # windows first: what they leave behind cannot wait
+            first, blocks = request.tables[group]
             for store in self._offload.store(request.id, group, chain, full, first, blocks):
                 self._flights[store.id] = _Flight(store, group, (), None)
                 self.pool.hold(store.blocks)

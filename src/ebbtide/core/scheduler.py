@@ -114,7 +114,7 @@ class Scheduler:
             request_id,
             list(prompt),
             params,
-            length_max=self._length_max(len(prompt), params.max_tokens),
+            length_max=self.length_max(len(prompt), params.max_tokens),
             root=root_digest(config.namespace, {"salt": cache_salt}),
             priority=priority,
             arrival=self._arrivals,
@@ -123,8 +123,8 @@ class Scheduler:
         self.requests[request_id] = request
         self._queue(request)
 
-    def _length_max(self, prompt_length: int, max_tokens: int | None) -> int:
-        """Prompt plus output at most; refuses what the model or the pool can never hold."""
+    def length_max(self, prompt_length: int, max_tokens: int | None) -> int:
+        """Prompt plus output at most. Raises InputError for what model or pool can never hold."""
         limit = self.config.length_max
         if prompt_length == 0:
             raise InputError("the prompt is empty: it must have at least one token", "prompt")

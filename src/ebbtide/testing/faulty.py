@@ -7,6 +7,7 @@ chunk, which makes a bad block when it is loaded. The first step that reads a ba
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -36,6 +37,7 @@ class FaultyMemory:
         self.arena = arena
         self.bad_blocks: set[int] = set()
         self.bad_slots: set[tuple[int, int]] = set()  # (slot, block of the chunk)
+        self._marking = threading.RLock()  # marks and bytes change together
         self._groups = tuple(groups)
         self._rng = rng
         self._strikes = strikes
@@ -44,11 +46,16 @@ class FaultyMemory:
         return self._rng.randrange(self.memory.words.shape[0])
 
     def spoil(self, blocks: Sequence[int]) -> None:
-        self.memory.words[list(blocks)] = GARBAGE
-        self.bad_blocks.update(blocks)
+        with self._marking:
+            self.memory.words[list(blocks)] = GARBAGE
+            self.bad_blocks.update(blocks)
 
     def move(self, transfer: Transfer) -> TransferResult:
         """Move the bytes, or fail, or do harm."""
+        with self._marking:
+            return self._move(transfer)
+
+    def _move(self, transfer: Transfer) -> TransferResult:
         is_load = transfer.direction is Direction.LOAD
         if self._strikes("load_fails" if is_load else "store_fails"):
             if is_load:

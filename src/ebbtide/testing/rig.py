@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ebbtide.core.ledger import Cause
 from ebbtide.core.output import Output
 from ebbtide.core.plan import StepOutcome, StepPlan
-from ebbtide.core.request import FinishReason, Request
+from ebbtide.core.request import FinishReason
 from ebbtide.core.scheduler import SUSPECT, Scheduler, SchedulerConfig
 from ebbtide.offload.arena import Arena, ChunkMemory
 from ebbtide.offload.host import HostSlots
@@ -118,15 +118,17 @@ class Rig:
 class Client:
     """A request as its owner sees it."""
 
+    name: str
     prompt: list[int]
     params: SamplingParams
-    request: Request
+    length_max: int
     poisoned: bool
+    stopped: bool = False  # by its owner, at a moment of its own
     tokens: list[int] = field(default_factory=list)
     end: Output | None = None
 
     def hear(self, output: Output) -> None:
-        assert self.end is None, f"{output.request_id} was told something after its end"
+        assert self.end is None, f"{self.name} was told something after its end"
         if output.token is not None:
             self.tokens.append(output.token)
         if output.finish is not None:
@@ -134,16 +136,16 @@ class Client:
 
     def check(self, model: WitnessModel, world: World) -> None:
         """It has heard what the oracle says, up to the end that it had to come to."""
-        end, tokens, name = self.end, self.tokens, self.request.id
+        end, tokens, name = self.end, self.tokens, self.name
         assert end is not None, f"{name} has no end"
         assert end.report is not None
-        limit = self.request.length_max - len(self.prompt)
+        limit = self.length_max - len(self.prompt)
         if self.params.max_tokens is not None:
             limit = min(self.params.max_tokens, world.length_max - len(self.prompt))
         truth = oracle(model, self.prompt, self.params, limit)
         reason, count = _natural_end(truth, self.params)
         assert tokens == truth[: len(tokens)], f"{name}: {tokens}, the oracle says {truth}"
-        if end.finish not in (FinishReason.ABORT, FinishReason.ERROR):
+        if not self.stopped and end.finish not in (FinishReason.ABORT, FinishReason.ERROR):
             assert (end.finish, len(tokens)) == (reason, count), f"{name} ends by {end}"
         assert len(tokens) <= count
         assert end.report.prompt_tokens == len(self.prompt)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from ebbtide.core.output import Output
 from ebbtide.core.plan import StepOutcome, StepPlan, Transfer, TransferResult
-from ebbtide.core.request import FinishReason
+from ebbtide.core.request import FinishReason, Request
 from ebbtide.errors import InputError
 from ebbtide.testing import invariants
 from ebbtide.testing.probes import NAMES, Probes
@@ -87,6 +87,7 @@ class Simulation:
         self.now = 0.0
         self.traffic = Traffic(world, rng)
         self.clients: dict[str, Client] = {}
+        self.requests: list[Request] = []  # all there ever were
         self.to_come = world.requests
         self.submitted: deque[StepPlan] = deque()  # handed out, not run
         self.ran: deque[tuple[StepPlan, StepOutcome]] = deque()  # run, not applied
@@ -175,7 +176,8 @@ class Simulation:
         request = self.scheduler.requests[request_id]
         poisoned = self.rig.strikes("poison")
         self.rig.poisoned |= {request_id} if poisoned else set()
-        self.clients[request_id] = Client(prompt, params, request, poisoned)
+        self.clients[request_id] = Client(request_id, prompt, params, request.length_max, poisoned)
+        self.requests.append(request)
         self._say(f"{request_id} arrives, {len(prompt)} tokens, {params.max_tokens} to come")
         self._collect("arrival")
 
@@ -276,7 +278,7 @@ class Simulation:
             self._check_totals()
         if self._touched:  # bytes have moved, or names may have been given
             self._touched = False
-            self.chains.learn(c.request for c in self.clients.values())
+            self.chains.learn(self.requests)
             self.chains.check_device(scheduler, self.rig.faulty.bad_blocks)
             self.chains.check_host(self.manager, self.rig.arena, self.rig.faulty.bad_slots)
 
