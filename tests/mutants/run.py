@@ -1,0 +1,134 @@
+"""Plants each fault of ``mutants`` in a copy of the source, and counts the seeds that notice it.
+
+    python tests/mutants/run.py                       all of them, two at a time
+    python tests/mutants/run.py NAME... --seeds 60    only these, 60 seeds each at most
+
+A mutant's seeds end with its tenth catch, so the rate is catches / seeds run. Exit code 1 where a
+mutant is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from mutants import MUTANTS, Mutant
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src" / "ebbtide"
+SEEDS_MAX = 400
+CATCHES = 10
+WALL_CLOCK_MAX_S = 900
+
+
+class Finding(NamedTuple):
+    mutant: Mutant
+    seeds: int  # run
+    catches: int
+    first: int  # seed
+    how: str
+
+    @property
+    def rarity(self) -> float:
+        """One seed in so many notices."""
+        return self.seeds / self.catches
+
+
+def hunt(mutant: Mutant, seeds_max: int = SEEDS_MAX, catches_max: int = CATCHES) -> Finding:
+    """Run seeds on a copy with the mutant. Raises RuntimeError where the copy is not what runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "ebbtide")
+        shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        mutant.plant(copy)
+        seeds = catches = first = 0
+        how = ""
+        for seed, failure in _verdicts(Path(folder), seeds_max, catches_max):
+            seeds += 1
+            if failure:
+                catches += 1
+                first, how = (first, how) if how else (seed, failure)
+    return Finding(mutant, seeds, catches, first, how)
+
+
+def _verdicts(folder: Path, seeds_max: int, catches_max: int) -> Iterator[tuple[int, str]]:
+    """(seed, failure) of each seed that was run, from a process that imports ``folder``."""
+    command = [sys.executable, str(HERE / "seeds.py"), str(seeds_max), str(catches_max)]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=WALL_CLOCK_MAX_S,
+    )
+    imported, *lines = run.stdout.splitlines() or [""]
+    if run.returncode or Path(imported) != folder / "ebbtide" / "__init__.py":
+        raise RuntimeError(f"the mutant did not run, {imported!r} did: {run.stdout[-2000:]}")
+    for line in lines:
+        seed, _, failure = line.partition(" ")
+        yield int(seed), failure
+
+
+def tell(finding: Finding, number: int, total: int) -> None:
+    """Progress, for who waits."""
+    said = f"{finding.catches} catches in {finding.seeds} seeds"
+    print(f"{number}/{total} {finding.mutant.name}: {said}", file=sys.stderr, flush=True)
+
+
+def report(findings: list[Finding], console: Console) -> int:
+    """Print what was found. Returns how many mutants were missed."""
+    table = Table("mutant", "file", "first seed", "1 seed in", "how")
+    for finding in findings:
+        mutant = finding.mutant
+        if finding.catches:
+            seen = (str(finding.first), f"{finding.rarity:.1f}", finding.how)
+        else:
+            seen = ("missed", f"> {finding.seeds}", mutant.fault)
+        table.add_row(mutant.name, mutant.file, *seen)
+    for column in table.columns[:4]:
+        column.no_wrap = True
+    console.print(table, markup=False)
+    caught = [finding for finding in findings if finding.catches]
+    end = f"mutants: {len(caught)}/{len(findings)} caught"
+    if caught:
+        rarest = max(caught, key=lambda finding: finding.rarity)
+        end += f", rarest 1 seed in {rarest.rarity:.0f} ({rarest.mutant.name})"
+    console.print(end, markup=False, highlight=False, soft_wrap=True)
+    return len(findings) - len(caught)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants; all if none is named")
+    parser.add_argument("--seeds", type=int, default=SEEDS_MAX, help="seeds per mutant at most")
+    parser.add_argument("--catches", type=int, default=CATCHES, help="enough, then stop")
+    arguments = parser.parse_args()
+    known = {mutant.name: mutant for mutant in MUTANTS}
+    unknown = [name for name in arguments.names if name not in known]
+    if unknown:
+        parser.error(f"no such mutant: {', '.join(unknown)}")
+    chosen = [known[name] for name in arguments.names] or list(MUTANTS)
+    findings: list[Finding] = []
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(hunt, m, arguments.seeds, arguments.catches) for m in chosen]
+        for task in tasks:
+            findings.append(task.result())
+            tell(findings[-1], len(findings), len(tasks))
+    wide = None if sys.stdout.isatty() else 160
+    return bool(report(findings, Console(width=wide)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
