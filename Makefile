@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test check format sim bench-model bench-scheduler bench-host parity clean
+.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host parity clean
 
 demo: $(READY)
 	@$(BIN)/ebbtide demo
@@ -29,6 +29,9 @@ sim: $(READY)
 	@$(BIN)/python -m ebbtide.testing.simulator --seeds 0 $(or $(SEEDS),2000) \
 		--keep tests/testing/failed_seeds.txt
 	@$(BIN)/python -m ebbtide.testing.threaded --seeds 0 100
+
+mutants: $(READY)
+	@$(BIN)/python tests/mutants/run.py $(ARGS)
 
 parity: $(READY)
 	@$(BIN)/python benchmarks/parity.py $(ARGS)
