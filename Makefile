@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host parity clean
+.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host parity exactness clean
 
 demo: $(READY)
 	@$(BIN)/ebbtide demo
@@ -35,6 +35,9 @@ mutants: $(READY)
 
 parity: $(READY)
 	@$(BIN)/python benchmarks/parity.py $(ARGS)
+
+exactness: $(READY)
+	@$(BIN)/python benchmarks/exactness.py $(ARGS)
 
 bench-model: $(READY)
 	@$(BIN)/python benchmarks/bench_model.py $(ARGS)
