@@ -6,6 +6,9 @@ Outcomes are made up. The host tier's decisions are part of it; its transfers ar
 succeeded, off the clock. The pool is full of cached blocks, so that anything that scanned it would
 show. The garbage collector is set as the engine sets it: collected and frozen once after the start,
 and on from then. Each figure is the median of the rounds' medians, in process CPU time.
+
+The second table runs the engine's whole loop, detokenising included, on a device that takes a fixed
+time without using the CPU, as a GPU would: how much of the host's work does it hide?
 """
 
 from __future__ import annotations
@@ -14,22 +17,36 @@ import argparse
 import gc
 import json
 import statistics
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from ebbtide.core.output import Output
 from ebbtide.core.plan import StepOutcome, StepPlan, TransferResult
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
+from ebbtide.engine.loop import EngineLoop
+from ebbtide.engine.output import Delta
+from ebbtide.engine.streams import Streams
+from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
+from ebbtide.models.tokenizer import Tokenizer
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
+from ebbtide.offload.mover import Mover
 from ebbtide.params import SamplingParams
 
 BLOCK_SIZE, BLOCKS_PER_CHUNK = 16, 4
 STEPS_PER_ROUND = 16  # one block per request
+DEVICE_STEP_S = 0.005
+DEVICE_STEPS_PER_ROUND = 64
+WARMUP_STEPS = 16
 PARAMS = SamplingParams(max_tokens=1_000_000, temperature=0.0, seed=1)
 
 
@@ -152,6 +169,110 @@ def measure(rounds: int, overlap: int) -> Iterator[dict[str, float | int | str]]
         }
 
 
+class FixedDevice:
+    """An executor whose steps take ``step_s`` and no CPU; it samples ``tokens`` in turn."""
+
+    def __init__(self, step_s: float, tokens: Sequence[int]) -> None:
+        self.steps = 0
+        self._step_s = step_s
+        self._tokens = tokens
+        self._worker = ThreadPoolExecutor(max_workers=1)
+
+    def submit(self, plan: StepPlan) -> Future[StepOutcome]:
+        return self._worker.submit(self._run, plan)
+
+    def close(self) -> None:
+        self._worker.shutdown()
+
+    def alone_s(self, steps: int) -> float:
+        """Seconds per step with nothing to do for the host: a sleep takes longer than it says."""
+        times = [self._worker.submit(self._timed_sleep).result() for _ in range(steps)]
+        return statistics.median(times)
+
+    def _timed_sleep(self) -> float:
+        begin_s = time.perf_counter()
+        time.sleep(self._step_s)
+        return time.perf_counter() - begin_s
+
+    def _run(self, plan: StepPlan) -> StepOutcome:
+        time.sleep(self._step_s)
+        self.steps += 1
+        count = sum(row.sampling is not None for row in plan.rows)
+        turns = range(self.steps, self.steps + count)
+        return StepOutcome([self._tokens[turn % len(self._tokens)] for turn in turns])
+
+
+class Listener:
+    """The engine's own way from tokens to deltas; reads the clocks of its thread at every step's end."""
+
+    def __init__(self, streams: Streams, steps: int) -> None:
+        self.readings: list[tuple[float, float]] = []  # seconds: wall, CPU of the engine's thread
+        self.done = threading.Event()
+        self._streams = streams
+        self._steps = steps
+
+    def __call__(self, outputs: Sequence[Output]) -> list[str]:
+        stopped = self._streams.listen(outputs)
+        if outputs and not self.done.is_set():
+            self.readings.append((time.perf_counter(), time.thread_time()))
+            if len(self.readings) > self._steps:
+                self.done.set()
+        return stopped
+
+
+def hiding(requests: int, overlap: int, rounds: int, tokenizer: Tokenizer) -> dict[str, float]:
+    """The whole loop with ``requests`` decoding: milliseconds per step, medians, and the share hidden.
+
+    Hidden is 1 - (step - device) / host, from 0 to 1: the host's work that made no step longer.
+    """
+    bench = Bench(10_000, requests, max(512, requests * BLOCK_SIZE), overlap)
+    tokens = tokenizer.encode(
+        "The tide goes out, and what it leaves on the sand is a café: 海 🌊. "
+    )
+    device = FixedDevice(DEVICE_STEP_S, tokens)
+    streams = Streams(tokenizer)
+    listener = Listener(streams, WARMUP_STEPS + rounds * DEVICE_STEPS_PER_ROUND)
+    mover = Mover(TransferResult, lambda: loop.wake())
+    loop = EngineLoop(bench.scheduler, device, mover, listener)
+    heard: list[Delta] = []
+    for number in range(requests):
+        streams.open(f"request-{number}", 0, PARAMS, heard.append)
+    prompts = [[number, *range(BLOCK_SIZE - 1)] for number in range(requests)]
+    loop.add((f"request-{n}", prompt, PARAMS) for n, prompt in enumerate(prompts))
+    bench.settle_garbage()
+    device_s = device.alone_s(DEVICE_STEPS_PER_ROUND)
+    loop.start()
+    listener.done.wait()
+    loop.close()
+    gc.unfreeze()
+    readings = listener.readings[WARMUP_STEPS:]
+    costs = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(readings)]
+    step_s, host_s = (statistics.median(column) for column in zip(*costs, strict=True))
+    return {
+        "host_ms": round(host_s * 1e3, 4),
+        "device_ms": round(device_s * 1e3, 4),
+        "step_ms": round(step_s * 1e3, 4),
+        "hidden": round(min(1.0, max(0.0, 1 - (step_s - device_s) / host_s)), 3),
+    }
+
+
+def measure_hiding(rounds: int) -> tuple[Table, list[dict[str, float | int | str]]]:
+    tokenizer = load_checkpoint(DEFAULT_MODEL, torch.float32).tokenizer
+    title = f"The whole loop on a device of {DEVICE_STEP_S * 1e3:g} ms per step"
+    table = Table(title=title, title_justify="left")
+    for column in ("requests", "overlap", "host CPU", "device", "step", "hidden"):
+        table.add_column(column, justify="right")
+    figures: list[dict[str, float | int | str]] = []
+    for requests in (64, 256):
+        for overlap in (1, 2):
+            figure = hiding(requests, overlap, rounds, tokenizer)
+            times = (f"{figure[name]:.3f} ms" for name in ("host_ms", "device_ms", "step_ms"))
+            table.add_row(str(requests), str(overlap), *times, f"{figure['hidden']:.0%}")
+            known = {"what": "whole loop", "requests": requests, "overlap": overlap}
+            figures.append(known | figure)
+    return table, figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -171,6 +292,9 @@ def main() -> None:
             f"{figure['blocks']:,}",
             *("" if part is None else f"{part:.3f} ms" for part in parts),
         )
+    Console().print(table)
+    table, hidden = measure_hiding(arguments.rounds)
+    figures += hidden
     Console().print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
