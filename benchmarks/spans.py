@@ -178,14 +178,15 @@ def write_trace(path: Path, runs: dict[str, Sequence[Span]]) -> None:
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
-COLOURS = {"schedule": "#d1495b", "submit": "#8d96a3", "apply": "#edae49", "hand out": "#00798c"}
-STEP_COLOURS = ("#b8c4bb", "#98a89c")  # in turn, so that one step can be told from the next
+COLOURS = {"schedule": "#d1495b", "submit": "#6b4e9b", "apply": "#edae49", "hand out": "#00798c"}
+STEP_COLOURS = ("#c5d0c9", "#98a89c")  # in turn, so that one step can be told from the next
 
 
 def draw(path: Path, runs: dict[str, tuple[Sequence[Span], int]], title: str, steps: int) -> None:
-    """A few consecutive steps of each run, one below the other, all to the same scale.
+    """A few consecutive steps of each run, one below the other; on the right, one end of a step.
 
-    runs: name -> spans and how many requests decode. Raises ImportError without matplotlib.
+    runs: name -> spans and how many requests decode. Of all rows of that many steps, the one that
+    took the median time is drawn. Raises ImportError without matplotlib.
     """
     import matplotlib
 
@@ -193,28 +194,23 @@ def draw(path: Path, runs: dict[str, tuple[Sequence[Span], int]], title: str, st
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
+    height = 1.2 + 1.4 * len(runs)
     figure, axes = pyplot.subplots(
-        len(runs), 1, sharex=True, figsize=(10, 1.1 + 1.35 * len(runs)), squeeze=False
+        len(runs), 2, sharex="col", figsize=(11, height), squeeze=False, width_ratios=(5, 3)
     )
-    until_ms = 0.0
-    for axis, (run, (spans, batch)) in zip(axes[:, 0], runs.items(), strict=True):
-        middle = steady(spans, batch)
-        shown = middle[len(middle) // 2 :][: steps + 1]
-        origin_s = shown[0].begin_s
-        until_ms = max(until_ms, (shown[-1].end_s - origin_s) * 1e3)
-        for span in spans:
-            device = span.lane == DEVICE
-            colour = STEP_COLOURS[span.step % 2] if device else COLOURS[span.name]
-            begin_ms, width_ms = (span.begin_s - origin_s) * 1e3, span.seconds * 1e3
-            axis.barh(1 if device else 0, width_ms, left=begin_ms, height=0.7, color=colour)
-            if device and span in shown:
-                axis.text(begin_ms + width_ms / 2, 1, str(span.step), ha="center", va="center")
-        axis.set_yticks([0, 1], [HOST, DEVICE])
-        axis.set_title(run, loc="left", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlim(0, until_ms)
-    axes[-1, 0].set_xlabel("ms")
-    names = [Patch(color=STEP_COLOURS[0], label="step on the device")]
+    until_ms = near_ms = 0.0
+    for (left, right), (run, (spans, batch)) in zip(axes, runs.items(), strict=True):
+        shown = _typical(steady(spans, batch), steps)
+        until_ms = max(until_ms, (shown[-1].end_s - shown[0].begin_s) * 1e3)
+        summary = summarise(spans, batch)
+        near_ms = max(near_ms, summary.host_total_ms + summary.idle_ms)
+        _draw_lanes(left, spans, shown[0].begin_s)
+        _draw_lanes(right, spans, _typical_end(shown))
+        left.set_title(run, loc="left", fontsize=10)
+        right.set_yticklabels([])
+    axes[-1, 0].set(xlim=(0, until_ms), xlabel="ms")
+    axes[-1, 1].set(xlim=(-0.3 * near_ms, 1.5 * near_ms), xlabel="ms from the end of a step")
+    names = [Patch(color=STEP_COLOURS[0], label="a step on the device")]
     names += [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=names, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -222,3 +218,32 @@ def draw(path: Path, runs: dict[str, tuple[Sequence[Span], int]], title: str, st
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _typical(device: Sequence[Span], count: int) -> Sequence[Span]:
+    """Of all rows of ``count`` consecutive steps, the one that took the median time."""
+    rows = [device[i : i + count] for i in range(max(1, len(device) - count + 1))]
+    return sorted(rows, key=lambda row: row[-1].end_s - row[0].begin_s)[len(rows) // 2]
+
+
+def _typical_end(shown: Sequence[Span]) -> float:
+    """The end of the step whose gap to the next one is the median of those shown."""
+    gaps = sorted((b.begin_s - a.end_s, a.end_s) for a, b in itertools.pairwise(shown))
+    return gaps[len(gaps) // 2][1]
+
+
+def _draw_lanes(axis: Any, spans: Iterable[Span], origin_s: float) -> None:
+    for span in spans:
+        device = span.lane == DEVICE
+        colour = STEP_COLOURS[span.step % 2] if device else COLOURS[span.name]
+        axis.barh(
+            1 if device else 0,
+            span.seconds * 1e3,
+            left=(span.begin_s - origin_s) * 1e3,
+            height=0.7,
+            color=colour,
+            edgecolor=colour,
+            linewidth=0 if device else 0.8,  # so that a span too short for the scale is seen
+        )
+    axis.set_yticks([0, 1], [HOST, DEVICE])
+    axis.spines[["top", "right"]].set_visible(False)
