@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host parity exactness clean
+.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host bench-overlap parity exactness clean
 
 demo: $(READY)
 	@$(BIN)/ebbtide demo
@@ -47,6 +47,9 @@ bench-scheduler: $(READY)
 
 bench-host: $(READY)
 	@$(BIN)/python benchmarks/bench_host.py $(ARGS)
+
+bench-overlap: $(READY)
+	@$(BIN)/python benchmarks/bench_overlap.py $(ARGS)
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Preparing $(VENV) (once; takes a minute or two) ..."
