@@ -111,6 +111,7 @@ class FakeEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        fail_on_lost_kv: bool | None = None,
     ) -> FakeStream:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if any(not 0 <= token < VOCABULARY for token in tokens):
@@ -120,7 +121,13 @@ class FakeEngine:
         if self.unfinished >= self.waiting_max:
             raise QueueFull(f"{self.unfinished} requests are waiting already; try again later")
         self.requests.append(
-            {"tokens": tokens, "params": params, "priority": priority, "cache_salt": cache_salt}
+            {
+                "tokens": tokens,
+                "params": params,
+                "priority": priority,
+                "cache_salt": cache_salt,
+                "fail_on_lost_kv": fail_on_lost_kv,
+            }
         )
         return FakeStream(self, self._interleaved(tokens, params))
 
@@ -202,4 +209,5 @@ def _usage(prompt_tokens: int, completion_tokens: int, index: int) -> Usage:
     device, host = (1, 1) if index == 0 else (prompt_tokens - 1, 0)
     if prompt_tokens < 3:
         device, host = 0, 0
-    return Usage(prompt_tokens, completion_tokens, device, host, prompt_tokens - device - host)
+    computed = prompt_tokens - device - host
+    return Usage(prompt_tokens, completion_tokens, device, host, computed, 2, 1)

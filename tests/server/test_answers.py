@@ -47,6 +47,7 @@ def test_usage_says_where_the_prompt_came_from(echo: Served) -> None:
     assert details is not None
     assert details.cached_tokens == 2
     assert details.model_extra == {"device": 1, "host": 1, "computed": 3}
+    assert usage.model_extra == {"recomputed_tokens": {"preempted": 2, "failed": 1}}
 
 
 def test_usage_counts_a_prompt_once_and_every_output(echo: Served) -> None:
@@ -230,12 +231,14 @@ def test_extensions_reach_the_engine(echo: Served) -> None:
             "stop_token_ids": [END],
             "priority": -2,
             "cache_salt": "tenant",
+            "on_lost_kv": "fail",
             "repetition": {"max_pattern_size": 4, "min_count": 3},
         },
     )
     request = echo.engine.requests[-1]
     params = request["params"]
     assert (request["priority"], request["cache_salt"]) == (-2, "tenant")
+    assert request["fail_on_lost_kv"] is True
     assert (params.temperature, params.top_p, params.seed) == (0.5, 0.9, 7)
     assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
     assert params.logit_bias == {5: 3, 6: -1.5}

@@ -120,6 +120,8 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": 5}, "cache_salt"),
     ({"cache_salt": "x" * 1000}, "cache_salt"),
+    ({"on_lost_kv": "retry"}, "on_lost_kv"),
+    ({"on_lost_kv": True}, "on_lost_kv"),
     ({"user": 5}, "user"),
     ({"metadata": "x"}, "metadata"),
     ({"metadata": {"a": 1}}, "metadata.a"),

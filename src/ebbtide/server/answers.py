@@ -28,7 +28,7 @@ _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """``usage`` as the API shapes it; device, host and computed are our own."""
+    """``usage`` as the API shapes it; device, host, computed and what was recomputed are our own."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -38,6 +38,10 @@ def usage_object(usage: Usage) -> dict[str, Any]:
             "device": usage.device,
             "host": usage.host,
             "computed": usage.computed,
+        },
+        "recomputed_tokens": {
+            "preempted": usage.recomputed_preempted,
+            "failed": usage.recomputed_failed,
         },
     }
 

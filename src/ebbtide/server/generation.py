@@ -90,6 +90,7 @@ class Generation:
                     options.sampling,
                     priority=options.priority,
                     cache_salt=options.cache_salt,
+                    fail_on_lost_kv=options.fail_on_lost_kv,
                 )
                 self._streams.append(stream)
         except BaseException:
@@ -186,6 +187,8 @@ class Generation:
             device=sum(usage.device for usage in paid),
             host=sum(usage.host for usage in paid),
             computed=sum(usage.computed for usage in paid),
+            recomputed_preempted=sum(usage.recomputed_preempted for usage in known),
+            recomputed_failed=sum(usage.recomputed_failed for usage in known),
         )
 
 

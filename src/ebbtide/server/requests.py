@@ -39,7 +39,7 @@ _PLAIN = frozenset(
 )
 _WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key")
 _COMMON = _PLAIN.union(
-    ("model", "stream", "stream_options", "priority", "cache_salt"),
+    ("model", "stream", "stream_options", "priority", "cache_salt", "on_lost_kv"),
     ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs", "repetition"),
     ("metadata", "store", *_WITHOUT_EFFECT),
 )
@@ -90,6 +90,7 @@ class Options:
     include_usage: bool
     priority: int
     cache_salt: str
+    fail_on_lost_kv: bool | None  # None: as the server was told
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,17 @@ def _read_options(body: Mapping[str, Any], given: dict[str, Any]) -> Options:
         include_usage=_include_usage(body, stream),
         priority=fields.integer(body, "priority", 0, -PRIORITY_BOUND, PRIORITY_BOUND - 1),
         cache_salt=fields.string(body, "cache_salt"),
+        fail_on_lost_kv=_fail_on_lost_kv(body),
     )
+
+
+def _fail_on_lost_kv(body: Mapping[str, Any]) -> bool | None:
+    policy = fields.string(body, "on_lost_kv")
+    if policy not in ("", "recompute", "fail"):
+        raise RequestError(
+            f"on_lost_kv must be recompute or fail, got {policy[:40]!r}", "on_lost_kv"
+        )
+    return policy == "fail" if policy else None
 
 
 def _check_without_effect(body: Mapping[str, Any]) -> None:
