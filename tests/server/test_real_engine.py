@@ -20,7 +20,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer i
 @pytest.fixture(scope="module")
 def real() -> Iterator[Served]:
     config = EngineConfig(
-        threads=2, dtype="float32", kv_bytes=48 << 20, host_bytes=64 << 20, max_waiting=80
+        threads=1, dtype="float32", kv_bytes=48 << 20, host_bytes=64 << 20, max_waiting=80
     )
     with served(AsyncEngine.start(config)) as server:
         yield server
