@@ -1,6 +1,6 @@
 """Do we give the tokens that an independent implementation gives? In float32, on the real model.
 
-    python benchmarks/parity.py [--quick]
+    python benchmarks/parity.py [--quick] [--model FILE_OR_DIRECTORY]
 
 Greedy tokens of transformers, computed one prompt at a time without any paging, are compared with
 ours: alone, in batches of mixed lengths, with several prefill chunk and block sizes, and with every
@@ -44,9 +44,11 @@ def prompts(tokenizer: object) -> list[list[int]]:
     return [ids[i * step : i * step + length] for i, length in enumerate(LENGTHS)]
 
 
-def reference(all_prompts: Sequence[Sequence[int]], progress: Progress) -> Reference:
+def reference(
+    model_name: str, all_prompts: Sequence[Sequence[int]], progress: Progress
+) -> Reference:
     """Greedy tokens and the log-probabilities of all tokens' best few, by transformers."""
-    model = transformers_model(load_checkpoint(DEFAULT_MODEL, torch.float32), torch.float32)
+    model = transformers_model(load_checkpoint(model_name, torch.float32), torch.float32)
     results: Reference = []
     for prompt in progress.track(all_prompts, description="transformers"):
         tokens: list[int] = []
@@ -140,16 +142,18 @@ def cases(quick: bool) -> list[tuple[str, dict[str, object], int, bool]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer combinations")
-    quick = parser.parse_args().quick
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a Llama or a Gemma 3")
+    arguments = parser.parse_args()
+    model, quick = arguments.model, arguments.quick
     console = Console()
     table = Table("case", "same tokens", "largest logprob difference", "host tokens loaded")
     failed = False
     with Progress(console=console, transient=True) as progress:
-        with engine() as llm:
+        with engine(model=model) as llm:
             all_prompts = prompts(llm.tokenizer)
-        expected = reference(all_prompts, progress)
+        expected = reference(model, all_prompts, progress)
         for name, settings, batch, preempted in progress.track(cases(quick), description="ours"):
-            with engine(**settings) as llm:
+            with engine(model=model, **settings) as llm:
                 if preempted:
                     llm._engine._loop.inspect(preempt_each_once)
                 completions = run(llm, all_prompts, batch)

@@ -6,16 +6,18 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import gguf
 import pytest
 import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
 
 from ebbtide.errors import InputError
 from ebbtide.models.gguf_file import read_header
 from ebbtide.models.gguf_tokenizer import SPLITS, build_tokenizer
+from ebbtide.models.hf_dir import read_tokenizer
 from ebbtide.models.load import DEFAULT_MODEL, find_model
 from ebbtide.models.tokenizer import Spelling, Tokenizer
 
@@ -303,3 +305,70 @@ def test_spelling_is_read_off_the_published_decoders() -> None:
     assert isinstance(backend.decoder, decoder)
     assert Spelling.of(backend.decoder, "x") == Spelling(byte_level=False, strip_space=True)
     assert Spelling.of(tokenizers.decoders.ByteLevel(), "x") == Spelling(byte_level=True)
+
+
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>"
+    "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] | trim }}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+
+def write_gemma_like(directory: Path) -> tuple[Tokenizer, Tokenizer]:
+    """One vocabulary, shaped like Gemma 3's, as ``tokenizer.json`` and as GGUF: no space put before a
+    text, runs of spaces and line ends that count as words, two tokens that end a generation."""
+    pieces, scores, types = tiny_files.sentence_piece_tokenizer()
+    pieces[:3] = ["<unk>", "<bos>", "<eos>"]
+    extra = ["<start_of_turn>", "<end_of_turn>", "\n", "\n\n"]
+    first = len(pieces)
+    pieces, types = pieces + extra, [*types, 3, 3, 4, 4]
+    scores = scores + [-1000.0] * len(extra)
+    writer = gguf.GGUFWriter(directory / "words.gguf", "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(pieces)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(False)
+    writer.add_add_bos_token(True)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TURNS)
+    tiny_files._finish(writer)
+    path = directory / "words.gguf"
+    ours = build_tokenizer(read_header(path).metadata, path)
+    backend = ours._backend
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    made.chat_template = TURNS
+    made.save_pretrained(directory)
+    assert backend.token_to_id("<end_of_turn>") == first + 1
+    return ours, read_tokenizer(directory, {"eos_token_id": [2, first + 1]}, {})
+
+
+def test_a_vocabulary_like_gemmas_works_from_both_kinds_of_file(tmp_path: Path) -> None:
+    from_gguf, from_json = write_gemma_like(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [
+        {"role": "user", "content": " hello the world "},
+        {"role": "assistant", "content": "hello\n\nin"},
+        {"role": "user", "content": "é世"},
+    ]
+    chat = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    for ours in (from_gguf, from_json):
+        for text in [
+            "hello world",
+            " the  in\n\n\non",
+            "<start_of_turn>user\nhello<end_of_turn>\n",
+            "",
+        ]:
+            assert ours.encode(text) == theirs.encode(text)
+            assert ours.decode(ours.encode(text, False), False) == text
+        assert ours.encode_chat(messages) == chat
+        assert chat.count(ours.bos_id) == 1
+        assert ours.eos_ids == {2, theirs.convert_tokens_to_ids("<end_of_turn>")}
