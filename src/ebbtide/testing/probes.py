@@ -99,18 +99,16 @@ class Probes:
     def before(
         self, outcome: StepOutcome | None = None, transfer: TransferResult | None = None
     ) -> None:
-        requests = self._scheduler.requests.values()
-        self._before = {
-            r: _Before(
-                r.state, r.drain, r.in_flight, tuple(t.first for t in r.tables), len(r.loads)
-            )
-            for r in requests
-        }
+        self._before = {}
         self._outcome = outcome
-        if outcome is not None:
-            self._before_outcome(outcome)
         if transfer is not None:
             self._before_transfer(transfer)
+            return
+        for r in self._scheduler.requests.values():
+            firsts = tuple([table.first for table in r.tables])
+            self._before[r] = _Before(r.state, r.drain, r.in_flight, firsts, len(r.loads))
+        if outcome is not None:
+            self._before_outcome(outcome)
 
     def after(self, event: str) -> None:
         for request, before in self._before.items():
@@ -120,10 +118,12 @@ class Probes:
         self._evictions = manager.slots.evictions
         self.count("host: a store found no room", manager.counters.store_dropped > self._dropped)
         self._dropped = manager.counters.store_dropped
-        for slot in manager.slots._slots:
-            draining = slot.state is SlotState.DRAINING
-            self.count("host: a pinned slot was dropped", draining and slot.pins)
-            self.count("host: a slot was dropped while it was filled", draining and not slot.pins)
+        if manager.slots.in_use > len(manager.slots._at):
+            draining = [s for s in manager.slots._slots if s.state is SlotState.DRAINING]
+            self.count("host: a pinned slot was dropped", any(s.pins for s in draining))
+            self.count(
+                "host: a slot was dropped while it was filled", not all(s.pins for s in draining)
+            )
 
     def _changed(self, request: Request, before: _Before, event: str) -> None:
         if event == "schedule":

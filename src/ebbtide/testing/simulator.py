@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from ebbtide.core.output import Output
 from ebbtide.core.plan import StepOutcome, StepPlan, Transfer, TransferResult
-from ebbtide.core.request import FinishReason, Request
+from ebbtide.core.request import FinishReason, Request, State
 from ebbtide.errors import InputError
 from ebbtide.testing import invariants
 from ebbtide.testing.probes import NAMES, Probes
@@ -87,7 +87,7 @@ class Simulation:
         self.now = 0.0
         self.traffic = Traffic(world, rng)
         self.clients: dict[str, Client] = {}
-        self.requests: list[Request] = []  # all there ever were
+        self.requests: list[Request] = []  # whose chains are still to be learned
         self.to_come = world.requests
         self.submitted: deque[StepPlan] = deque()  # handed out, not run
         self.ran: deque[tuple[StepPlan, StepOutcome]] = deque()  # run, not applied
@@ -95,7 +95,7 @@ class Simulation:
         self.probes = Probes(self.scheduler, self.manager)
         self.healed = False
         self._decided = False  # the scheduler was called
-        self._touched = False
+        self._touched = self._moved = False
         self._idle = False  # the last schedule() found nothing, and nothing has happened since
         self._totals: tuple[int, ...] = ()
         self._trace = blake2b(digest_size=16)
@@ -219,7 +219,7 @@ class Simulation:
 
     def _transfer(self, moving: Moving) -> None:
         """Its bytes move; it reports at once, or later."""
-        self._touched = True
+        self._touched = self._moved = True
         if moving.result is None:
             moving.result = self.rig.faulty.move(moving.transfer)
             if self.rng.random() < 0.5:
@@ -276,10 +276,13 @@ class Simulation:
             invariants.check_blocks(scheduler, plans, transfers)
             invariants.check_host(self.manager, transfers)
             self._check_totals()
-        if self._touched:  # bytes have moved, or names may have been given
+        if self._touched:  # the device's bytes have changed, or names may have been given
             self._touched = False
             self.chains.learn(self.requests)
+            self.requests = [r for r in self.requests if r.state is not State.FINISHED]
             self.chains.check_device(scheduler, self.rig.faulty.bad_blocks)
+        if self._moved:
+            self._moved = False
             self.chains.check_host(self.manager, self.rig.arena, self.rig.faulty.bad_slots)
 
     def _check_totals(self) -> None:
