@@ -55,6 +55,14 @@ class Heard(NamedTuple):
     last: bool
 
 
+class Speed(NamedTuple):
+    """tokens_per_s: by the clock. cpu_ms: processor time of all threads per token, which says much
+    less about speed, but is hardly disturbed by what else the machine does."""
+
+    tokens_per_s: float
+    cpu_ms: float
+
+
 class Variant:
     """An engine with one setting of overlap, and the workloads it is measured with."""
 
@@ -72,14 +80,18 @@ class Variant:
         )
         self._recorder: Recorder | None = None
 
-    def decode(self, batch: int, steps: int) -> float:
-        """Tokens per second from when all of ``batch`` requests decode until the last has ended."""
+    def decode(self, batch: int, steps: int) -> Speed:
+        """The speed from when all of ``batch`` requests decode until the last has ended."""
+        cpu_s = time.process_time()
         heard = self._decode(batch, steps)
+        cpu_s = time.process_time() - cpu_s
         first_s: dict[int, float] = {}
         for each in heard:
             first_s.setdefault(each.owner, each.at_s)
         begin_s = max(first_s.values())
-        return sum(h.tokens for h in heard if h.at_s > begin_s) / (heard[-1].at_s - begin_s)
+        timed = sum(h.tokens for h in heard if h.at_s > begin_s)
+        cpu_ms = cpu_s * 1e3 / sum(h.tokens for h in heard)
+        return Speed(timed / (heard[-1].at_s - begin_s), cpu_ms)
 
     def _decode(self, batch: int, steps: int) -> list[Heard]:
         rng = random.Random(batch)  # the same prompts each time: their KV is cached, mostly
@@ -87,10 +99,12 @@ class Variant:
         jobs = [(prompt_of(rng, PROMPT_TOKENS), params) for _ in range(batch)]
         return self._serve(jobs, users=batch)
 
-    def mixed(self, seed: int) -> float:
-        """Tokens per second, from the first arrival to the last end. Prompts are new each time."""
+    def mixed(self, seed: int) -> Speed:
+        """The speed from the first arrival to the last end. Prompts are new each time."""
+        cpu_s = time.process_time()
         heard, seconds = self._mixed(seed)
-        return sum(h.tokens for h in heard) / seconds
+        tokens = sum(h.tokens for h in heard)
+        return Speed(tokens / seconds, (time.process_time() - cpu_s) * 1e3 / tokens)
 
     def _mixed(self, seed: int) -> tuple[list[Heard], float]:
         """A number of users, each of whom asks again once answered: prompts arrive while others
@@ -201,16 +215,20 @@ class Remote:
 class Pair(NamedTuple):
     """One case, measured on both variants, one right after the other.
 
-    rates: overlap -> tokens per second. others: the share of all processors that other programs took
-    meanwhile, 0 to 1.
+    speeds: by overlap. others: the share of all processors that other programs took meanwhile, 0
+    to 1.
     """
 
-    rates: dict[int, float]
+    speeds: dict[int, Speed]
     others: float
 
     @property
     def ratio(self) -> float:
-        return self.rates[2] / self.rates[1]
+        return self.speeds[2].tokens_per_s / self.speeds[1].tokens_per_s
+
+    @property
+    def cpu_ratio(self) -> float:
+        return self.speeds[2].cpu_ms / self.speeds[1].cpu_ms
 
 
 Pairs = dict[str, list[Pair]]
@@ -218,12 +236,12 @@ Pairs = dict[str, list[Pair]]
 
 def run_pair(variants: dict[int, Remote], order: Sequence[int], call: tuple[Any, ...]) -> Pair:
     before, ours_s = psutil.cpu_times(), sum(v.cpu_s() for v in variants.values())
-    rates = {overlap: variants[overlap](*call) for overlap in order}
+    speeds = {overlap: variants[overlap](*call) for overlap in order}
     after = psutil.cpu_times()
     ours_s = sum(v.cpu_s() for v in variants.values()) - ours_s
     total_s = sum(after) - sum(before)
     idle_s = after.idle - before.idle
-    return Pair(rates, max(0.0, total_s - idle_s - ours_s) / total_s)
+    return Pair(speeds, max(0.0, total_s - idle_s - ours_s) / total_s)
 
 
 def measure(variants: dict[int, Remote], batches: Sequence[int], rounds: int) -> Pairs:
@@ -246,7 +264,7 @@ def rate_table(measured: Pairs, rounds: int) -> Table:
     table = Table(title=f"Tokens per second, medians of {rounds} rounds", title_justify="left")
     table.add_column("case")
     columns = ("overlap 1", "overlap 2", "ratio 2/1", "quartiles", "min, max")
-    for column in (*columns, "in the quieter half", "CPU others took"):
+    for column in (*columns, "quieter half", "CPU/token 2/1", "CPU others took"):
         table.add_column(column, justify="right")
     for case, pairs in measured.items():
         ratios = [pair.ratio for pair in pairs]
@@ -254,11 +272,15 @@ def rate_table(measured: Pairs, rounds: int) -> Table:
         quiet = sorted(pairs, key=lambda pair: pair.others)[: (len(pairs) + 1) // 2]
         table.add_row(
             case,
-            *(f"{statistics.median(pair.rates[o] for pair in pairs):.1f}" for o in OVERLAPS),
+            *(
+                f"{statistics.median(p.speeds[o].tokens_per_s for p in pairs):.1f}"
+                for o in OVERLAPS
+            ),
             f"{statistics.median(ratios):.3f}",
             f"{low:.3f} to {high:.3f}",
             f"{min(ratios):.3f}, {max(ratios):.3f}",
             f"{statistics.median(pair.ratio for pair in quiet):.3f}",
+            f"{statistics.median(pair.cpu_ratio for pair in pairs):.3f}",
             f"{statistics.median(pair.others for pair in pairs):.0%}",
         )
     return table
