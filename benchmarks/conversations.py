@@ -62,7 +62,7 @@ class Traffic:
     conversations: int = 50
     turns: tuple[int, int] = (3, 5)
     rules: tuple[int, int] = (2, 16)
-    max_tokens: tuple[int, int] = (16, 36)
+    max_tokens: tuple[int, int] = (16, 24)
     stems: int = 5
 
 
@@ -84,7 +84,7 @@ class Turn:
 
 
 NOISE = 1e-3  # of a logit, either way
-NOISE_TRIALS = 8
+NOISE_TRIALS = 4
 
 
 class Sampler:
