@@ -244,10 +244,15 @@ def run_pair(variants: dict[int, Remote], order: Sequence[int], call: tuple[Any,
     return Pair(speeds, max(0.0, total_s - idle_s - ours_s) / total_s)
 
 
-def measure(variants: dict[int, Remote], batches: Sequence[int], rounds: int) -> Pairs:
-    """Case -> one pair per round. The first round does not count."""
+def measure(
+    variants: dict[int, Remote], batches: Sequence[int], rounds: int, limit_s: float
+) -> Pairs:
+    """Case -> one pair per round. The first round does not count; none starts after ``limit_s``."""
     pairs: Pairs = {}
+    until_s = time.monotonic() + limit_s
     for number in track(range(rounds + 1), description="rounds", transient=True):
+        if len(pairs) and time.monotonic() > until_s:
+            break
         order = OVERLAPS if number % 2 else OVERLAPS[::-1]
         calls: dict[str, tuple[Any, ...]] = {
             f"decode, batch {batch}": ("decode", batch, STEPS.get(batch, 24)) for batch in batches
@@ -260,11 +265,12 @@ def measure(variants: dict[int, Remote], batches: Sequence[int], rounds: int) ->
     return pairs
 
 
-def rate_table(measured: Pairs, rounds: int) -> Table:
+def rate_table(measured: Pairs) -> Table:
+    rounds = min(len(pairs) for pairs in measured.values())
     table = Table(title=f"Tokens per second, medians of {rounds} rounds", title_justify="left")
     table.add_column("case")
     columns = ("overlap 1", "overlap 2", "ratio 2/1", "quartiles", "min, max")
-    for column in (*columns, "quieter half", "CPU/token 2/1", "CPU others took"):
+    for column in (*columns, "quieter half", "CPU/token 2/1", "others' CPU"):
         table.add_column(column, justify="right")
     for case, pairs in measured.items():
         ratios = [pair.ratio for pair in pairs]
@@ -321,17 +327,18 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, help="of the device; PyTorch's own choice if unsaid")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--minutes", type=float, default=60, help="start no round after this time")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write all traced runs here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a few steps, as PNG")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     args = parser.parse_args()
-    console = Console(width=130)
+    console = Console(width=150)
     variants = {
         overlap: Remote(overlap, args.model, args.dtype, args.threads) for overlap in OVERLAPS
     }
-    pairs = measure(variants, args.batches, args.rounds)
-    console.print(rate_table(pairs, args.rounds))
+    pairs = measure(variants, args.batches, args.rounds, args.minutes * 60)
+    console.print(rate_table(pairs))
     runs = {(b, o): variants[o]("trace", b) for b in args.batches for o in OVERLAPS}
     summaries = {(b, o): summarise(spans, b) for (b, o), spans in runs.items()}
     console.print(step_table(summaries))
