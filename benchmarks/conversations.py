@@ -57,12 +57,13 @@ RULES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """turns, rules (sentences of a system prompt), max_tokens: each drawn from [low, high]."""
+    """turns, rules (sentences of a system prompt): each drawn from [low, high]. max_tokens: little
+    above the low one for nine turns of ten, the high one for the tenth."""
 
     conversations: int = 50
     turns: tuple[int, int] = (3, 5)
     rules: tuple[int, int] = (2, 16)
-    max_tokens: tuple[int, int] = (16, 24)
+    max_tokens: tuple[int, int] = (16, 48)
     stems: int = 5
 
 
@@ -136,8 +137,9 @@ def sampling(number: int, traffic: Traffic, rng: random.Random) -> SamplingParam
         {"temperature": 0.0, "repetition_penalty": 1.1},
         {"temperature": 1.0, "top_k": 50},
     )
+    low, high = traffic.max_tokens
     return SamplingParams(
-        max_tokens=rng.randint(*traffic.max_tokens),
+        max_tokens=high if rng.random() < 0.1 else rng.randint(low, (7 * low + high) // 8),
         seed=rng.randrange(1 << 32),
         **kinds[number % len(kinds)],  # type: ignore[arg-type]
     )

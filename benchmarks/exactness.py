@@ -52,7 +52,7 @@ class Rates:
 
     load_error: float = 0.05  # the bytes are garbage, and the load says that it failed
     load_garbage: float = 0.05  # it says nothing: the first step that reads them reports them
-    load_late: float = 0.004  # beside the steps, past the deadline
+    load_late: float = 0.02  # beside the steps, past the deadline
     store_error: float = 0.10
     step_before: float = 0.005  # the step fails before it has done anything
     step_after: float = 0.005  # ... when all is written, and what it wrote is spoiled
@@ -356,7 +356,7 @@ async def serve(
 
 
 def too_little_memory(
-    llm: LLM, conversations: list[list[Turn]], engines: int, spare: int = 3
+    llm: LLM, conversations: list[list[Turn]], engines: int, spare: int = 2
 ) -> dict[str, int]:
     """``kv_bytes`` for the longest request and ``spare`` blocks per client, ``host_bytes`` for half of
     all KV, where the conversations are shared among ``engines``."""
@@ -450,6 +450,7 @@ def main() -> None:
         "device": "cpu",
         "threads": args.threads,
         "max_length": 2048,
+        "block_size": 8,  # small ones: more of them grow, and move, and more requests are preempted
     }
     with LLM(**plain, host_bytes=0, max_step_tokens=2048) as llm:  # type: ignore[arg-type]
         conversations = reference(llm, traffic, rng)
