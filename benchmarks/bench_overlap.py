@@ -6,7 +6,8 @@ Each variant has a process of its own, which sleeps while the other is measured.
 case runs on both, one right after the other, in an order that turns round; the ratio is the median
 of the rounds' ratios, so that whatever else the machine does hits both alike. After the rounds,
 traced runs show where the host's time lies: `--trace` writes them for Perfetto or chrome://tracing,
-`--plot` draws a few steps of them (needs matplotlib, which the package does not ask for).
+`--plot` draws a few steps of them (needs matplotlib, which the package does not ask for). On a machine
+that is shared, `--others-max 0.1` waits for quiet moments.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import queue
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 from rich.console import Console
@@ -36,11 +37,17 @@ from ebbtide.engine.output import Delta
 from ebbtide.params import SamplingParams
 from spans import Recorder, Span, Summary, draw, summarise, write_trace
 
+T = TypeVar("T")
+
 BATCHES = (1, 8, 32)
 OVERLAPS = (1, 2)
 PROMPT_TOKENS = 128  # before the first decode step that is timed
-STEPS = {1: 48, 8: 32, 32: 24}  # decode steps per round: long enough to be timed, short enough to
-TRACED_STEPS = 40  # alternate quickly
+STEPS = {
+    1: 48,
+    8: 32,
+    32: 24,
+}  # decode steps per round: few, so that the variants alternate quickly
+TRACED_STEPS = 40
 VOCAB = (1_000, 40_000)  # ids of ordinary tokens
 MIXED_USERS, MIXED_REQUESTS = 8, 16
 MIXED_STOPS = frozenset(range(0, 49_000, 24))  # one token in 24 or so ends its request
@@ -234,42 +241,65 @@ class Pair(NamedTuple):
 Pairs = dict[str, list[Pair]]
 
 
-def run_pair(variants: dict[int, Remote], order: Sequence[int], call: tuple[Any, ...]) -> Pair:
-    before, ours_s = psutil.cpu_times(), sum(v.cpu_s() for v in variants.values())
-    speeds = {overlap: variants[overlap](*call) for overlap in order}
-    after = psutil.cpu_times()
-    ours_s = sum(v.cpu_s() for v in variants.values()) - ours_s
-    total_s = sum(after) - sum(before)
-    idle_s = after.idle - before.idle
-    return Pair(speeds, max(0.0, total_s - idle_s - ours_s) / total_s)
+class Quiet:
+    """Runs work on the variants while other programs take no more than ``others_max`` of all
+    processors, and runs it again where they took more meanwhile; until the time has run out."""
+
+    def __init__(self, variants: dict[int, Remote], others_max: float, limit_s: float) -> None:
+        self._variants = variants
+        self._others_max = others_max
+        self._until_s = time.monotonic() + limit_s
+
+    def time_left(self) -> bool:
+        return time.monotonic() < self._until_s
+
+    def run(self, work: Callable[[], T]) -> tuple[T, float]:
+        """What the work returned, and the others' share. Chosen by that share, never by the result."""
+        while True:
+            while self.time_left() and psutil.cpu_percent(0.5) > self._others_max * 100:
+                pass  # the variants sleep: all of it is others
+            before, ours_s = psutil.cpu_times(), self._ours_s()
+            result = work()
+            after, ours_s = psutil.cpu_times(), self._ours_s() - ours_s
+            total_s = sum(after) - sum(before)
+            idle_s = after.idle - before.idle + after.iowait - before.iowait
+            others = max(0.0, total_s - idle_s - ours_s) / total_s
+            if others <= self._others_max or not self.time_left():
+                return result, others
+
+    def _ours_s(self) -> float:
+        return sum(variant.cpu_s() for variant in self._variants.values())
 
 
 def measure(
-    variants: dict[int, Remote], batches: Sequence[int], rounds: int, limit_s: float
+    variants: dict[int, Remote], quiet: Quiet, batches: Sequence[int], rounds: int
 ) -> Pairs:
-    """Case -> one pair per round. The first round does not count; none starts after ``limit_s``."""
+    """Case -> one pair per round, or fewer where time ran out. One run of each warms up."""
+    calls: dict[str, tuple[Any, ...]] = {
+        f"decode, batch {batch}": ("decode", batch, STEPS.get(batch, 24)) for batch in batches
+    }
     pairs: Pairs = {}
-    until_s = time.monotonic() + limit_s
     for number in track(range(rounds + 1), description="rounds", transient=True):
-        if len(pairs) and time.monotonic() > until_s:
-            break
         order = OVERLAPS if number % 2 else OVERLAPS[::-1]
-        calls: dict[str, tuple[Any, ...]] = {
-            f"decode, batch {batch}": ("decode", batch, STEPS.get(batch, 24)) for batch in batches
-        }
-        calls["mixed"] = ("mixed", number)
-        for case, call in calls.items():
-            pair = run_pair(variants, order, call)
-            if number:
-                pairs.setdefault(case, []).append(pair)
+        for case, call in {**calls, "mixed": ("mixed", number)}.items():
+            work = partial(run_both, variants, order, call)
+            if number == 0:
+                work()
+            elif quiet.time_left():
+                pairs.setdefault(case, []).append(Pair(*quiet.run(work)))
     return pairs
 
 
+def run_both(
+    variants: dict[int, Remote], order: Sequence[int], call: tuple[Any, ...]
+) -> dict[int, Speed]:
+    return {overlap: variants[overlap](*call) for overlap in order}
+
+
 def rate_table(measured: Pairs) -> Table:
-    rounds = min(len(pairs) for pairs in measured.values())
-    table = Table(title=f"Tokens per second, medians of {rounds} rounds", title_justify="left")
+    table = Table(title="Tokens per second, medians of the rounds", title_justify="left")
     table.add_column("case")
-    columns = ("overlap 1", "overlap 2", "ratio 2/1", "quartiles", "min, max")
+    columns = ("rounds", "overlap 1", "overlap 2", "ratio 2/1", "quartiles", "min, max")
     for column in (*columns, "quieter half", "CPU/token 2/1", "others' CPU"):
         table.add_column(column, justify="right")
     for case, pairs in measured.items():
@@ -278,6 +308,7 @@ def rate_table(measured: Pairs) -> Table:
         quiet = sorted(pairs, key=lambda pair: pair.others)[: (len(pairs) + 1) // 2]
         table.add_row(
             case,
+            str(len(pairs)),
             *(
                 f"{statistics.median(p.speeds[o].tokens_per_s for p in pairs):.1f}"
                 for o in OVERLAPS
@@ -327,7 +358,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, help="of the device; PyTorch's own choice if unsaid")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--minutes", type=float, default=60, help="start no round after this time")
+    parser.add_argument("--minutes", type=float, default=60, help="start no pair after this time")
+    parser.add_argument(
+        "--others-max",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="measure while other programs take no more than this of all processors, 0 to 1",
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write all traced runs here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a few steps, as PNG")
@@ -337,9 +375,14 @@ def main() -> None:
     variants = {
         overlap: Remote(overlap, args.model, args.dtype, args.threads) for overlap in OVERLAPS
     }
-    pairs = measure(variants, args.batches, args.rounds, args.minutes * 60)
+    quiet = Quiet(variants, args.others_max, args.minutes * 60)
+    pairs = measure(variants, quiet, args.batches, args.rounds)
     console.print(rate_table(pairs))
-    runs = {(b, o): variants[o]("trace", b) for b in args.batches for o in OVERLAPS}
+    runs = {
+        (batch, overlap): quiet.run(partial(variants[overlap], "trace", batch))[0]
+        for batch in args.batches
+        for overlap in OVERLAPS
+    }
     summaries = {(b, o): summarise(spans, b) for (b, o), spans in runs.items()}
     console.print(step_table(summaries))
     mixed = {overlap: variants[overlap]("trace_mixed", 0) for overlap in OVERLAPS}
