@@ -38,7 +38,7 @@ from ebbtide.testing.probes import NAMES, Probes
 from ebbtide.testing.rig import DEFAULT_PARTS, Client, Parts, Rig
 from ebbtide.testing.world import Traffic, World
 
-EVENTS_MAX = 30_000
+EVENTS_MAX = 100_000  # a block that is broken for ever makes for the longest lives
 STANDARD_SEEDS = 2_000  # so many must come through every probe
 
 
