@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -29,21 +29,18 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src" / "ebbtide"
 SEEDS_MAX = 400
 CATCHES = 5
-CONTROL_SEEDS = 10
 WALL_CLOCK_MAX_S = 900
 
 
 class Finding(NamedTuple):
     mutant: Mutant
     seeds: int  # run
-    catches: int
-    first: int  # seed
-    how: str
+    caught: dict[int, str]  # seed -> how
 
     @property
     def rarity(self) -> float:
         """One seed in so many notices."""
-        return self.seeds / self.catches
+        return self.seeds / len(self.caught)
 
 
 def hunt(mutant: Mutant, source: Path, seeds_max: int, catches_max: int) -> Finding:
@@ -51,21 +48,15 @@ def hunt(mutant: Mutant, source: Path, seeds_max: int, catches_max: int) -> Find
     with tempfile.TemporaryDirectory() as folder:
         copy = _copy(source, folder)
         mutant.plant(copy)
-        seeds = catches = first = 0
-        how = ""
-        for seed, failure in _verdicts(Path(folder), seeds_max, catches_max):
-            seeds += 1
-            if failure:
-                catches += 1
-                first, how = (first, how) if how else (seed, failure)
-    return Finding(mutant, seeds, catches, first, how)
+        verdicts = dict(_verdicts(Path(folder), range(seeds_max), catches_max))
+    return Finding(mutant, len(verdicts), {seed: how for seed, how in verdicts.items() if how})
 
 
-def check_control(source: Path) -> None:
-    """Without a mutant no seed may fail, else whatever is caught below proves nothing."""
+def check_control(source: Path, seeds: Iterable[int]) -> None:
+    """Without a mutant none of these seeds may fail, else their catches prove nothing."""
     with tempfile.TemporaryDirectory() as folder:
         _copy(source, folder)
-        for seed, failure in _verdicts(Path(folder), CONTROL_SEEDS, 1):
+        for seed, failure in _verdicts(Path(folder), seeds, 1):
             if failure:
                 raise SystemExit(f"without any mutant, seed {seed} fails: {failure}")
 
@@ -75,9 +66,9 @@ def _copy(source: Path, folder: str) -> Path:
     return shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def _verdicts(folder: Path, seeds_max: int, catches_max: int) -> Iterator[tuple[int, str]]:
+def _verdicts(folder: Path, seeds: Iterable[int], catches_max: int) -> Iterator[tuple[int, str]]:
     """(seed, failure) of each seed that was run, from a process that imports ``folder``."""
-    command = [sys.executable, str(HERE / "seeds.py"), str(seeds_max), str(catches_max)]
+    command = [sys.executable, str(HERE / "seeds.py"), *map(str, (catches_max, *seeds))]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     run = subprocess.run(
         command,
@@ -97,7 +88,7 @@ def _verdicts(folder: Path, seeds_max: int, catches_max: int) -> Iterator[tuple[
 
 def tell(finding: Finding, number: int, total: int) -> None:
     """Progress, for who waits."""
-    said = f"{finding.catches} catches in {finding.seeds} seeds"
+    said = f"{len(finding.caught)} catches in {finding.seeds} seeds"
     print(f"{number}/{total} {finding.mutant.name}: {said}", file=sys.stderr, flush=True)
 
 
@@ -106,15 +97,16 @@ def report(findings: list[Finding], console: Console) -> int:
     table = Table("mutant", "file", "first seed", "1 seed in", "how")
     for finding in findings:
         mutant = finding.mutant
-        if finding.catches:
-            seen = (str(finding.first), f"{finding.rarity:.1f}", finding.how)
+        if finding.caught:
+            first, how = next(iter(finding.caught.items()))
+            seen = (str(first), f"{finding.rarity:.1f}", how)
         else:
             seen = ("missed", f"> {finding.seeds}", mutant.fault)
         table.add_row(mutant.name, mutant.file, *seen)
     for column in table.columns[:4]:
         column.no_wrap = True
     console.print(table, markup=False)
-    caught = [finding for finding in findings if finding.catches]
+    caught = [finding for finding in findings if finding.caught]
     end = f"mutants: {len(caught)}/{len(findings)} caught"
     if caught:
         rarest = max(caught, key=lambda finding: finding.rarity)
@@ -137,12 +129,12 @@ def main() -> int:
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         source = _copy(SOURCE, folder)  # once, so that edits meanwhile make no difference
-        check_control(source)
         limits = (source, arguments.seeds, arguments.catches)
         tasks = [pool.submit(hunt, mutant, *limits) for mutant in chosen]
         for task in tasks:
             findings.append(task.result())
             tell(findings[-1], len(findings), len(tasks))
+        check_control(source, sorted({seed for finding in findings for seed in finding.caught}))
     wide = None if sys.stdout.isatty() else 160
     return bool(report(findings, Console(width=wide)))
 

@@ -1,6 +1,6 @@
 """Runs seeds of the simulator that this process imports, and tells one line per seed.
 
-    python seeds.py SEEDS CATCHES
+    python seeds.py CATCHES SEED...
 
 The first line is where ``ebbtide`` was imported from; then come "SEED" or "SEED how it failed", up to
 so many failures. A seed that takes too long counts as failed: a loop inside one call never comes back
@@ -42,10 +42,10 @@ def failure_of(seed: int) -> str:
 
 
 def main() -> None:
-    seeds, catches = map(int, sys.argv[1:])
+    catches, *seeds = map(int, sys.argv[1:])
     print(ebbtide.__file__)
     signal.signal(signal.SIGPROF, stop)
-    for seed in range(seeds):
+    for seed in seeds:
         failure = failure_of(seed)
         print(seed, failure, flush=True)
         catches -= bool(failure)
