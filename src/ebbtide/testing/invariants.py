@@ -247,6 +247,13 @@ class Chains:
         for group in range(len(self._model.groups)):
             self._words[group, digest] = kv[:, group]
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether this is a block's digest, and not a root."""
+        return digest in self._parents
+
+    def parent(self, digest: bytes) -> bytes:
+        return self._parents[digest]
+
     def check_device(self, scheduler: Scheduler, known_bad: Collection[int]) -> None:
         """Every named block holds what its name stands for, but for those known to be bad."""
         names = _names(scheduler.kv.pool)

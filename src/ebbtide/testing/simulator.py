@@ -36,6 +36,7 @@ from ebbtide.errors import InputError
 from ebbtide.testing import invariants
 from ebbtide.testing.probes import NAMES, Probes
 from ebbtide.testing.rig import DEFAULT_PARTS, Client, Parts, Rig
+from ebbtide.testing.rules import Rules
 from ebbtide.testing.world import Traffic, World
 
 EVENTS_MAX = 100_000  # a block that is broken for ever makes for the longest lives
@@ -93,6 +94,7 @@ class Simulation:
         self.ran: deque[tuple[StepPlan, StepOutcome]] = deque()  # run, not applied
         self.moving: list[Moving] = []
         self.probes = Probes(self.scheduler, self.manager)
+        self.rules = Rules(self.scheduler, self.manager, self.chains)
         self.healed = False
         self._decided = False  # the scheduler was called
         self._touched = self._moved = False
@@ -178,6 +180,7 @@ class Simulation:
         self.rig.poisoned |= {request_id} if poisoned else set()
         self.clients[request_id] = Client(request_id, prompt, params, request.length_max, poisoned)
         self.requests.append(request)
+        self.rules.arrived(request, options["cache_salt"])
         self._say(f"{request_id} arrives, {len(prompt)} tokens, {params.max_tokens} to come")
         self._collect("arrival")
 
@@ -185,7 +188,9 @@ class Simulation:
         self.probes.before()
         late = [r for r in self.scheduler._loading.values() if r.load_deadline <= self.now]
         self.rig.injected["late_load"] += len(late)
+        self.rules.before_schedule(self.now)
         plan = self.scheduler.schedule(self.now)
+        self.rules.after_schedule(self.now)
         self._collect("schedule")
         self.probes.after("schedule")
         self._idle = plan is None
@@ -211,7 +216,9 @@ class Simulation:
         self._touched = True
         plan, outcome = self.ran.popleft()
         self.probes.before(outcome)
+        self.rules.before_apply(plan, outcome)
         outputs = self.scheduler.apply(plan, outcome)
+        self.rules.after_apply(plan, outcome)
         self._say(f"apply {plan.step}")
         self._hear(outputs)
         self._collect("apply")
@@ -227,7 +234,9 @@ class Simulation:
         self.moving.remove(moving)
         self._say(f"transfer {moving.transfer.id} returns: {moving.result.error or 'ok'}")
         self.probes.before(transfer=moving.result)
+        self.rules.before_transfer(moving.result)
         self.scheduler.transferred([moving.result])
+        self.rules.after_transfer(moving.result)
         self._collect("transferred")
         self.probes.after("transferred")
 
@@ -249,7 +258,10 @@ class Simulation:
     def _collect(self, event: str) -> None:
         """What every call of the scheduler may leave behind: outputs, and transfers to start."""
         self._hear(self.scheduler.take_outputs())
-        for transfer in self.scheduler.take_transfers():
+        self.chains.learn(self.requests)
+        transfers = self.scheduler.take_transfers()
+        self.rules.started(transfers)
+        for transfer in transfers:
             slow = self.rig.strikes("slow_transfer")
             wait = self.rng.uniform(3, 60) if slow else 0.0
             self.moving.append(Moving(transfer, self.now + wait))
@@ -275,10 +287,10 @@ class Simulation:
             invariants.check_requests(scheduler, plans)
             invariants.check_blocks(scheduler, plans, transfers)
             invariants.check_host(self.manager, transfers)
+            self.rules.check_sharers()
             self._check_totals()
         if self._touched:  # the device's bytes have changed, or names may have been given
             self._touched = False
-            self.chains.learn(self.requests)
             self.requests = [r for r in self.requests if r.state is not State.FINISHED]
             self.chains.check_device(scheduler, self.rig.faulty.bad_blocks)
         if self._moved:

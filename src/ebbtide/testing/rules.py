@@ -1,0 +1,266 @@
+"""Rules of single decisions, judged from outside: what a call of the scheduler may do, given what was.
+
+``invariants`` says what must be true at any time; a wrong decision can leave all of that true (a late
+load that is waited for, a bad chunk that is tried again, a token booked to the wrong source). So these
+rules compare the state before a call with the state after it. Tell them of every call::
+
+    rules.before_schedule(now);  plan = scheduler.schedule(now);  rules.after_schedule(now)
+    rules.before_apply(plan, outcome);  scheduler.apply(...);     rules.after_apply(plan, outcome)
+    rules.before_transfer(result);  scheduler.transferred(...);   rules.after_transfer(result)
+    rules.started(transfers)        # after each call, with what it started beside the steps
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ebbtide.core.ledger import Cause, Source
+from ebbtide.core.plan import Direction, StepOutcome, StepPlan, Transfer, TransferResult
+from ebbtide.core.request import Drain, FinishReason, Request, State
+from ebbtide.core.scheduler import Scheduler
+from ebbtide.offload.host import SlotState
+from ebbtide.offload.manager import OffloadManager
+from ebbtide.testing.invariants import Chains
+
+
+class _Past(NamedTuple):
+    """A request as it was before ``apply``."""
+
+    drain: Drain
+    finish: FinishReason | None
+    length: int
+    published: int
+    first_bad: int | None  # block index
+    poisoned: bool  # that block was committed: what lies behind it may have been computed from it
+
+
+class Rules:
+    def __init__(self, scheduler: Scheduler, manager: OffloadManager, chains: Chains) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._chains = chains
+        self._roots: dict[bytes, str] = {}
+        self._private: set[int] = set()  # blocks of requests that a reset came by
+        self._bad: frozenset[int] = frozenset()  # blocks that the last outcome reported
+        self._chunks: set[bytes] = set()  # that were ever stored, or about to be
+        # per request, over its whole life
+        self._computed: Counter[str] = Counter()  # prompt positions, the first time
+        self._again: Counter[str] = Counter()  # positions, from the second time on
+        self._reached: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()  # steps in a row, without new ground
+        self._loaded: set[str] = set()
+        self._preempted: set[str] = set()
+        self._lost: set[str] = set()
+        # before a call
+        self._late: list[tuple[Request, list[Transfer]]] = []
+        self._held: set[Request] = set()
+        self._preemptions = 0
+        self._past: dict[Request, _Past] = {}
+        self._waiter: Request | None = None
+        self._last = False  # of the loads that ``_waiter`` waits for
+        self._failed_loads: dict[Request, set[int]] = {}  # of this admission
+
+    def arrived(self, request: Request, salt: str) -> None:
+        """Only requests of one salt share a root, and with it names of blocks and chunks."""
+        assert self._roots.setdefault(request.root, salt) == salt, "two salts have one root"
+
+    # --- schedule --------------------------------------------------------------------------
+
+    def before_schedule(self, now: float) -> None:
+        scheduler = self._scheduler
+        flights = scheduler.kv._flights
+        loading = scheduler._loading.values()
+        late = [r for r in loading if r.load_deadline <= now]
+        self._late = [(r, [flights[load].transfer for load in r.loads]) for r in late]
+        self._held = {*scheduler._running.values(), *loading}
+        self._preemptions = scheduler.counters.preemptions
+
+    def after_schedule(self, now: float) -> None:
+        scheduler = self._scheduler
+        late = {request for request, _ in self._late}
+        for request, transfers in self._late:
+            self._note_lost(request)
+            for transfer in transfers:
+                assert not self._finds(transfer), f"{transfer} came late, and is still found"
+        for request in scheduler._loading.values():
+            assert request.load_deadline > now, f"{request!r} is late, and still waited for"
+            if request not in self._held:
+                due = now + scheduler.config.load_deadline_s
+                assert request.load_deadline == due, f"{request!r}: {request.load_deadline}"
+        stay = {*scheduler._running.values(), *scheduler._loading.values()}
+        if scheduler.counters.preemptions > self._preemptions:
+            gone = self._held - stay - late
+            self._preempted.update(request.id for request in gone)
+            best = min(request.rank for request in gone)
+            overtaken = [r for r in stay if (r.priority, r.arrival) > best]
+            assert not overtaken, f"preempted before {overtaken}: {gone}"
+            assert stay <= self._held, "admitted in the step that preempted"
+        for flight in scheduler.kv._flights.values():
+            if flight.request is not None:
+                self._loaded.add(flight.request.id)
+        for request in stay - self._held:
+            self._failed_loads.pop(request, None)
+
+    # --- apply -----------------------------------------------------------------------------
+
+    def before_apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        size = self._scheduler.config.block_size
+        self._bad = frozenset() if outcome.error else outcome.invalid_blocks
+        self._past = {}
+        for r in self._scheduler.requests.values():
+            bad = [
+                first + i
+                for first, blocks in r.tables
+                for i, block in enumerate(blocks)
+                if block in self._bad
+            ]
+            first_bad = min(bad, default=None)
+            poisoned = first_bad is not None and first_bad * size < r.committed
+            self._past[r] = _Past(
+                r.drain, r.finish, len(r.tokens), r.published, first_bad, poisoned
+            )
+
+    def after_apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        rows = {row.request_id: row for row in plan.rows}
+        for request, past in self._past.items():
+            row = rows.get(request.id)
+            lost = past.first_bad is not None or (outcome.error is not None and row is not None)
+            if lost:
+                self._note_lost(request, by_policy=outcome.error is None and past.finish is None)
+            if past.poisoned:
+                self._check_behind(request, past)
+            if row is not None:
+                if not lost and past.drain is not Drain.LOST:
+                    self._note_fed(request, row.start, min(row.end, past.length))
+                elif outcome.error is not None and past.drain is not Drain.LOST:
+                    self._failures[request.id] += 1
+            self._check_ledger(request)
+            self._check_published(request, past.published)
+            if outcome.error is not None and past.finish is None:
+                self._check_given_up(request)
+        found = [block for block in self._bad if block in self._scheduler.kv.pool._name]
+        assert not found, f"blocks {found} were reported as bad, and can still be found"
+
+    def _note_fed(self, request: Request, start: int, end: int) -> None:
+        name, reached = request.id, self._reached[request.id]
+        self._computed[name] += max(0, min(end, request.prompt_length) - max(start, reached))
+        self._again[name] += max(0, min(end, reached) - start)
+        if end > reached:
+            self._reached[name] = end
+            self._failures[name] = 0
+
+    def _note_lost(self, request: Request, by_policy: bool = True) -> None:
+        self._lost.add(request.id)
+        if by_policy and request.fail_on_lost_kv:
+            assert request.finish is not None, f"{request!r} goes on, though its policy is to fail"
+
+    def _check_behind(self, request: Request, past: _Past) -> None:
+        """Nothing that may have been computed from a bad block can be found."""
+        pool, slots = self._scheduler.kv.pool, self._manager.slots
+        assert past.first_bad is not None
+        per_chunk = self._manager.blocks_per_chunk
+        for index in range(past.first_bad, past.published):
+            digest = request.digests[index]
+            for group in range(len(self._scheduler.config.groups)):
+                assert pool.find(group, digest) is None, f"{request!r}: block {index} is found"
+                last = (index // per_chunk + 1) * per_chunk - 1
+                if last < len(request.digests):
+                    key = request.digests[last] + group.to_bytes(2, "little")
+                    assert not slots.has(key), f"{request!r}: the chunk of block {index} is found"
+
+    def _check_ledger(self, request: Request) -> None:
+        name, ledger = request.id, request.ledger
+        said = (ledger.sources[Source.COMPUTED], sum(ledger.recomputed.values()))
+        real = (self._computed[name], self._again[name])
+        assert said == real, (
+            f"{request!r}: {said} positions booked as computed and again, not {real}"
+        )
+        if ledger.sources[Source.HOST]:
+            assert name in self._loaded, f"{request!r} has tokens from the host, but never loaded"
+        if ledger.recomputed[Cause.PREEMPTED]:
+            assert name in self._preempted, f"{request!r} books to a preemption that never was"
+        if ledger.recomputed[Cause.FAILED]:
+            assert name in self._lost, f"{request!r} books to a failure that never was"
+
+    def _check_published(self, request: Request, before: int) -> None:
+        if request.state is not State.RUNNING or request.private:
+            return
+        pool = self._scheduler.kv.pool
+        for index in range(before, request.published):
+            for group in range(len(self._scheduler.config.groups)):
+                found = pool.find(group, request.digests[index])
+                assert found is not None, (
+                    f"{request!r}: block {index} of group {group} is not found"
+                )
+
+    def _check_given_up(self, request: Request) -> None:
+        """A failed step ends a request only after too many in a row."""
+        if request.finish is FinishReason.ERROR:
+            count = self._failures[request.id]
+            assert count > self._scheduler.config.max_step_retries, f"{request!r}: {count} failures"
+
+    # --- transfers -------------------------------------------------------------------------
+
+    def before_transfer(self, result: TransferResult) -> None:
+        flight = self._scheduler.kv._flights[result.transfer.id]
+        self._waiter = flight.request
+        self._last = flight.request is not None and flight.request.loads == {result.transfer.id}
+        if flight.request is not None and result.error:
+            self._failed_loads.setdefault(flight.request, set()).add(result.transfer.id)
+
+    def after_transfer(self, result: TransferResult) -> None:
+        transfer, request = result.transfer, self._waiter
+        if result.error and transfer.direction is Direction.LOAD:
+            assert not self._finds(transfer), f"{transfer} failed, and is still found"
+        if request is not None and self._last:
+            failed = self._failed_loads.pop(request, None)
+            if failed:
+                self._note_lost(request)
+            runs = request.state is State.RUNNING
+            assert runs != bool(failed), f"{request!r}, of whose loads {failed} failed"
+
+    def started(self, transfers: Iterable[Transfer]) -> None:
+        """After every call, with the transfers that it started."""
+        slots, requests = self._manager.slots, self._scheduler.requests.values()
+        self._chunks |= slots._at.keys()
+        for transfer in transfers:
+            if transfer.direction is Direction.STORE:
+                assert not self._bad.intersection(transfer.blocks), f"{transfer} stores bad blocks"
+                assert not self._private.intersection(transfer.blocks), f"{transfer} after a reset"
+                self._check_no_hole(transfer)
+        self._bad = frozenset()
+        self._private = {b for r in requests if r.private for t in r.tables for b in t.blocks}
+
+    def _check_no_hole(self, store: Transfer) -> None:
+        """Where all is kept, a chain is stored from its start: a hole would cap every later hit."""
+        digest, group = store.key[:-2], store.key[-2:]
+        if self._scheduler.config.groups[int.from_bytes(group, "little")].window is None:
+            for _ in store.blocks:
+                digest = self._chains.parent(digest)
+            if self._chains.knows(digest):
+                assert digest + group in self._chunks, f"{store}: the chunk before it never was"
+
+    def _finds(self, transfer: Transfer) -> bool:
+        slots = self._manager.slots
+        same = slots.slot_of(transfer.key) == transfer.slot
+        return same and slots._slots[transfer.slot].state is SlotState.READY
+
+    # --- at any time -----------------------------------------------------------------------
+
+    def check_sharers(self) -> None:
+        """Nobody is parked for a block that its producer has computed or loaded by now."""
+        kv, size = self._scheduler.kv, self._scheduler.config.block_size
+        for digest, waiters in kv._parked.items():
+            producer = kv._producers[digest]
+            if not any(r.state is State.WAITING for r in waiters):
+                continue
+            if any(f.request is producer and digest in f.digests for f in kv._flights.values()):
+                continue
+            index = producer.digests.index(digest)
+            if producer.state is State.RUNNING:
+                done = index < producer.committed // size
+                assert not done, f"parked for block {index} of {producer!r}, which is computed"
+            elif producer.state is State.LOADING and index < producer.published:
+                assert not kv._on_device(digest), f"parked for block {index}, which is loaded"
