@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from ebbtide.core.groups import KVGroup
@@ -408,3 +409,70 @@ def test_policy_per_engine_and_per_request(
     words = {lose_beside_steps: "gone", lose_by_deadline: "loading took over 30 s"}
     assert not fail or words.get(fault, "lost from position 8 on") in h.message("b")
     h.check_drained()
+
+
+# --- what ends a row of failures -----------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("step", [4, 5, 64])
+def test_failures_with_new_ground_between_them_are_not_in_a_row(overlap: int, step: int) -> None:
+    """Also where the recomputation ends exactly where the request had come to."""
+    h = Harness(overlap=overlap, step_tokens_max=step)
+    a = h.add("a", tokens(8), max_tokens=40)
+    for goal in (8, 12, 16, 20, 24, 28):
+        h.run(until=lambda goal=goal: a.committed >= goal and a.state is State.RUNNING)
+        h.step(error="no")
+        h.drain()
+        h.forget_device()
+        h.manager.clear()
+    h.run()
+    assert h.finish("a") is FinishReason.LENGTH
+    h.check_drained()
+
+
+@both
+def test_a_request_that_got_further_runs_with_others_again(overlap: int) -> None:
+    h = Harness(overlap=overlap, step_tokens_max=8, block_size=8, host_slots=0)
+    a = h.add("a", tokens(8), max_tokens=30)
+    h.run(until=lambda: a.committed >= 8)
+    for _ in range(2):
+        h.step(error="no")
+        h.drain()
+    h.run(until=lambda: a.committed > 9)
+    assert a.failed_steps == 0
+    h.add("b", tokens(5, start=3), max_tokens=2)
+    assert h.schedule() or h.plans
+    h.run(until=lambda: h.finish("b") is not None)
+    assert h.finish("a") is None, "they ran side by side"
+    h.run()
+    h.check_drained()
+
+
+# --- a bad block behind a hole -------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("group", [0, 1])
+def test_bad_hit_behind_a_hole_is_dropped_below_too(overlap: int, group: int) -> None:
+    """The step that was to load block 2 reports block 3, which was on the device: it was spoiled before
+    it was stored, and nobody could see it."""
+    h = Harness(overlap=overlap, groups=MIXED, sync_load_blocks_max=99)
+    h.add("a", tokens(17), max_tokens=1)
+    h.fill()
+    bad = h.blocks("a", group)[-2]
+    holes = [h.blocks("a", g)[2 - h.requests["a"].tables[g].first] for g in (0, 1)]
+    h.apply()
+    h.memory.words[[bad]] = np.uint64(99)
+    h.move_all()
+    h.run()
+    for block in holes:
+        h.scheduler.kv.pool.unpublish(block)
+    h.add("b", tokens(17), max_tokens=4)
+    h.fill()
+    assert h.plans[0].loads
+    assert bad in h.blocks("b", group)
+    h.apply(invalid=[bad])
+    assert 3 not in h.chunks_below(tokens(17), group=group)
+    h.run()
+    h.check("b")

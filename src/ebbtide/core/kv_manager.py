@@ -167,8 +167,8 @@ class KVManager:
             Source.HOST if max(i, seen) in loaded else Source.DEVICE for i in range(match.blocks)
         ]
         request.spans = tuple(Span(i * size, (i + 1) * size, s) for i, s in enumerate(source))
-        reached = max(request.prompt_length, request.ledger.reached)
-        request.settled = max(reached, request.scheduled + 1)  # the first step settles the spans
+        news = max(request.scheduled, request.ledger.reached) + 1
+        request.settled = max(request.prompt_length, news)
         for index in range(len(request.tokens) // size):
             if index >= match.blocks or index in loaded:
                 self._producers.setdefault(request.digests[index], request)
@@ -256,10 +256,11 @@ class KVManager:
         indexes = [f + i for f, blocks in tables for i, block in enumerate(blocks) if block in bad]
         return min(indexes) * self.block_size if indexes else None
 
-    def lose(self, request: Request, position: int) -> None:
-        """KV from ``position`` on is bad. What was committed behind it may have been computed from
-        it, so it is not to be found again, on the device or below."""
-        if position >= request.committed:
+    def lose(self, request: Request, position: int | None) -> None:
+        """KV that was there is bad from ``position`` on. What lies behind it may have been computed
+        from it, so it is not to be found again, on the device or below. (Where a load brings it at
+        this moment, the step that reads it judges it.)"""
+        if position is None:
             return
         request.note_reached()
         index = position // self.block_size
@@ -269,7 +270,7 @@ class KVManager:
                 if block is not None:
                     self.pool.unpublish(block)
         self._offload.forget(request.digests, index)
-        request.committed = position
+        request.committed = min(request.committed, position)
 
     # --- transfers -------------------------------------------------------------------------
 

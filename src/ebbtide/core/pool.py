@@ -90,13 +90,15 @@ class BlockPool:
             self._name[block] = digest
             self._group[block] = group
 
-    def unpublish(self, block: int) -> None:
-        """Take a block's name away: nobody finds its content any more. No-op where it has none."""
-        if block in self._name:
+    def unpublish(self, block: int) -> bool:
+        """Take a block's name away: nobody finds its content any more. Returns whether it had one."""
+        named = block in self._name
+        if named:
             self._forget(block)
             if self._references[block] == 0:
                 del self._cached[block]
                 self._blank.append(block)
+        return named
 
     def unpublish_all(self) -> None:
         for block in list(self._name):

@@ -94,7 +94,7 @@ class Request:
     published: int = 0  # blocks of this chain that were offered to the prefix index
     boundary: int = 0  # committed positions at which the next block is full
     spans: tuple[Span, ...] = ()  # matched positions, until they are known to be good
-    settled: int = 0  # positions from here on need no entry in the ledger
+    settled: int = 0  # rows that start before it may say something new to the ledger
     loads: set[int] = field(default_factory=set)  # transfers that it waits for
     load_error: str = ""
     load_deadline: float = 0.0

@@ -9,10 +9,6 @@ Running requests come first (those that decode, then those that still feed their
 waiting ones by (priority, arrival). A request that must give up its blocks drains: it keeps them
 until the steps in flight have returned, and only then ends or waits again. So no outcome ever
 meets another life of its request.
-
-Every wait has an owner: a draining request waits for a step, a loading one for its transfers (with
-a deadline), a parked one for the request that produces its block, any other for free blocks, which
-the best-ranked request that holds blocks can always get.
 """
 
 from __future__ import annotations
@@ -59,7 +55,7 @@ class SchedulerConfig:
     namespace: bytes = b""
 
 
-SUSPECT = 2  # failed steps in a row: a request with as many runs alone
+SUSPECT = 2  # failed steps in a row: a request with as many runs alone, until it gets further
 
 
 class Scheduler:
@@ -313,7 +309,7 @@ class Scheduler:
         """Take in what a step brought. Returns what the requests' owners are to hear."""
         if outcome.error is not None:
             self._step_failed(plan, outcome.error)
-        else:
+        elif outcome.invalid_blocks:
             self._lose_blocks(outcome.invalid_blocks)
         if plan.loads:
             self._sync_loads_done(plan.loads, outcome)
@@ -380,15 +376,15 @@ class Scheduler:
 
     def _lose_blocks(self, bad: frozenset[int]) -> None:
         """The content of these blocks is bad: whoever holds one goes back, or ends, by its policy."""
-        if not bad:
-            return
-        for block in bad:
-            self.kv.pool.unpublish(block)
+        named = frozenset(block for block in bad if self.kv.pool.unpublish(block))
         for request in list(self.requests.values()):
             position = self.kv.first_bad_position(request, bad)
             if position is None:
                 continue
-            self.kv.lose(request, position)
+            if position >= request.committed:  # nothing came yet of what a load was to bring
+                self.kv.lose(request, self.kv.first_bad_position(request, named))
+            else:
+                self.kv.lose(request, position)
             self._kv_lost(request, f"the KV of the request was lost from position {position} on")
 
     def _lose(self, request: Request) -> None:

@@ -14,12 +14,27 @@ import numpy as np
 
 from ebbtide.core.groups import KVGroup
 from ebbtide.core.plan import Direction, Row, StepPlan, Transfer, TransferResult
-from ebbtide.offload.arena import ChunkMemory
+from ebbtide.offload.arena import Bytes, ChunkMemory
 from ebbtide.offload.mover import move
 from ebbtide.testing.witness import WitnessMemory
 
 GARBAGE = np.uint64(0xBAD0BAD0BAD0BAD0)
 Strikes = Callable[[str], bool]  # whether the named fault of ``world.Faults`` happens now
+
+
+class _BrokenDriver:
+    """Copies garbage, and then says that it could not copy."""
+
+    def __init__(self, memory: WitnessMemory) -> None:
+        self._memory = memory
+
+    def load(self, block: int, source: Bytes) -> None:
+        self._memory.words[block] = GARBAGE
+        raise OSError("injected")
+
+    def store(self, block: int, target: Bytes) -> None:
+        target[:] = 0xEE
+        raise OSError("injected")
 
 
 class FaultyMemory:
@@ -58,11 +73,7 @@ class FaultyMemory:
     def _move(self, transfer: Transfer) -> TransferResult:
         is_load = transfer.direction is Direction.LOAD
         if self._strikes("load_fails" if is_load else "store_fails"):
-            if is_load:
-                self.memory.words[list(transfer.blocks)] = GARBAGE
-            else:
-                self.arena.slot(transfer.slot, 0, len(transfer.blocks))[:] = 0xEE
-            return TransferResult(transfer, "injected")
+            return move(transfer, self.arena, _BrokenDriver(self.memory))
         result = move(transfer, self.arena, self.memory)
         for number, block in enumerate(transfer.blocks, transfer.offset):
             place = (transfer.slot, number)

@@ -32,8 +32,9 @@ class _Past(NamedTuple):
     finish: FinishReason | None
     length: int
     published: int
-    first_bad: int | None  # block index
-    poisoned: bool  # that block was committed: what lies behind it may have been computed from it
+    lost: bool  # it holds a bad block
+    poisoned: range  # blocks that are bad, or may have been computed from one that was committed
+    behind: frozenset[int | None]  # the named ones among them
 
 
 class Rules:
@@ -106,31 +107,32 @@ class Rules:
     # --- apply -----------------------------------------------------------------------------
 
     def before_apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
-        size = self._scheduler.config.block_size
+        size, names = self._scheduler.config.block_size, self._scheduler.kv.pool._name
         self._bad = frozenset() if outcome.error else outcome.invalid_blocks
         self._past = {}
         for r in self._scheduler.requests.values():
-            bad = [
-                first + i
+            bad = {
+                block: first + i
                 for first, blocks in r.tables
                 for i, block in enumerate(blocks)
                 if block in self._bad
-            ]
-            first_bad = min(bad, default=None)
-            poisoned = first_bad is not None and first_bad * size < r.committed
+            }
+            # neither named nor committed: a load or a step was writing it, nothing came of it yet
+            was_there = [i for b, i in bad.items() if b in names or i * size < r.committed]
+            poisoned = range(min(was_there, default=r.published), r.published)
+            behind = frozenset(self._named(r, poisoned))
             self._past[r] = _Past(
-                r.drain, r.finish, len(r.tokens), r.published, first_bad, poisoned
+                r.drain, r.finish, len(r.tokens), r.published, bool(bad), poisoned, behind
             )
 
     def after_apply(self, plan: StepPlan, outcome: StepOutcome) -> None:
         rows = {row.request_id: row for row in plan.rows}
         for request, past in self._past.items():
             row = rows.get(request.id)
-            lost = past.first_bad is not None or (outcome.error is not None and row is not None)
+            lost = past.lost or (outcome.error is not None and row is not None)
             if lost:
                 self._note_lost(request, by_policy=outcome.error is None and past.finish is None)
-            if past.poisoned:
-                self._check_behind(request, past)
+            self._check_behind(request, past)
             if row is not None:
                 if not lost and past.drain is not Drain.LOST:
                     self._note_fed(request, row.start, min(row.end, past.length))
@@ -156,19 +158,24 @@ class Rules:
         if by_policy and request.fail_on_lost_kv:
             assert request.finish is not None, f"{request!r} goes on, though its policy is to fail"
 
+    def _named(self, request: Request, indexes: Iterable[int]) -> list[int | None]:
+        """The blocks that are found by the digests of these blocks of the request."""
+        groups = range(len(self._scheduler.config.groups))
+        find = self._scheduler.kv.pool.find
+        return [find(group, request.digests[index]) for index in indexes for group in groups]
+
     def _check_behind(self, request: Request, past: _Past) -> None:
-        """Nothing that may have been computed from a bad block can be found."""
-        pool, slots = self._scheduler.kv.pool, self._manager.slots
-        assert past.first_bad is not None
+        """Nothing that may have been computed from a bad block can be found; a sound copy may."""
+        found = past.behind.intersection(self._named(request, past.poisoned)) - {None}
+        assert not found, f"{request!r}: blocks {found} behind a bad one are found"
         per_chunk = self._manager.blocks_per_chunk
-        for index in range(past.first_bad, past.published):
-            digest = request.digests[index]
+        lasts = {(index // per_chunk + 1) * per_chunk - 1 for index in past.poisoned}
+        for last in lasts:
             for group in range(len(self._scheduler.config.groups)):
-                assert pool.find(group, digest) is None, f"{request!r}: block {index} is found"
-                last = (index // per_chunk + 1) * per_chunk - 1
                 if last < len(request.digests):
                     key = request.digests[last] + group.to_bytes(2, "little")
-                    assert not slots.has(key), f"{request!r}: the chunk of block {index} is found"
+                    has = self._manager.slots.has(key)
+                    assert not has, f"{request!r}: the chunk up to block {last} is found"
 
     def _check_ledger(self, request: Request) -> None:
         name, ledger = request.id, request.ledger
@@ -187,13 +194,8 @@ class Rules:
     def _check_published(self, request: Request, before: int) -> None:
         if request.state is not State.RUNNING or request.private:
             return
-        pool = self._scheduler.kv.pool
-        for index in range(before, request.published):
-            for group in range(len(self._scheduler.config.groups)):
-                found = pool.find(group, request.digests[index])
-                assert found is not None, (
-                    f"{request!r}: block {index} of group {group} is not found"
-                )
+        new = range(before, request.published)
+        assert None not in self._named(request, new), f"{request!r}: not all of {new} is found"
 
     def _check_given_up(self, request: Request) -> None:
         """A failed step ends a request only after too many in a row."""

@@ -151,6 +151,8 @@ class Simulation:
             self._abort(list(self.scheduler.requests))
         if self.scheduler.loading and self.rig.strikes("abort_loading"):
             self._abort(list(self.scheduler._loading))
+        if self.scheduler._draining and self.rig.strikes("abort_draining"):
+            self._abort(list(self.scheduler._draining))
         if self.rig.strikes("reset"):
             self._reset()
 
@@ -323,8 +325,8 @@ class Simulation:
     def _check_end(self) -> None:
         assert self.scheduler.schedule(self.now) is None
         self.rig.check_end(list(self.clients.values()))
-        injected, ended = self.rig.injected, self.scheduler.counters.finished
-        assert ended[FinishReason.ABORT] <= injected["abort"] + injected["abort_loading"]
+        aborts = sum(self.rig.injected[f] for f in ("abort", "abort_loading", "abort_draining"))
+        assert self.scheduler.counters.finished[FinishReason.ABORT] <= aborts
 
     # --- telling ---------------------------------------------------------------------------
 

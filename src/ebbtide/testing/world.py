@@ -46,13 +46,14 @@ class Faults:
     poison: float = 0.0
     abort: float = 0.0
     abort_loading: float = 0.0
+    abort_draining: float = 0.0
     reset: float = 0.0
 
     @staticmethod
     def draw(rng: random.Random) -> Faults:
         strong = {
-            "load_fails": (0.2, 0.7),
-            "corrupt_load": (0.2, 0.7),
+            "load_fails": (0.05, 0.6),
+            "corrupt_load": (0.05, 0.6),
             "store_fails": (0.1, 0.5),
             "slow_transfer": (0.1, 0.5),
             "step_raises": (0.02, 0.1),
@@ -62,6 +63,7 @@ class Faults:
             "poison": (0.05, 0.2),
             "abort": (0.005, 0.04),
             "abort_loading": (0.05, 0.3),
+            "abort_draining": (0.1, 0.5),
             "reset": (0.005, 0.03),
         }
         names = [f.name for f in fields(Faults)]
@@ -107,13 +109,13 @@ class World:
             block_size=rng.choice((1, 2, 3, 4, 8)),
             blocks_per_chunk=rng.choice((1, 1, 2, 3)),
             overlap=rng.choice((1, 2)),
-            step_tokens_max=rng.choice((5, 16, 64)),
+            step_tokens_max=rng.choice((2, 5, 16, 64)),
             batch_max=rng.choice((1, 3, 6, 10)),
             sync_load_blocks_max=rng.choice((0, 0, 3, 100)),
             load_deadline_s=rng.choice((4.0, NEVER_S)),
             max_step_retries=rng.choice((0, 2, 3, 5)),
             fail_on_lost_kv=rng.random() < 0.2,
-            host_slots=rng.choice((0, 6, 20, 60, 100)),
+            host_slots=rng.choice((0, 6, 20, 60, 100, 300)),
             stores_max=rng.choice((1, 8, 64, 64)),
             spare=rng.choice((-0.3, 0.0, 0.0, 0.05, 0.2, 1.0)),
             vocabulary=rng.choice((2, 6, 50)),
@@ -149,7 +151,7 @@ class Traffic:
         )
         options = {
             "priority": rng.choice((0, 0, 0, 1)),
-            "cache_salt": rng.choice(("", "", "", "tenant")),
+            "cache_salt": rng.choice(("", "", "", "", "tenant", "other")),
         }
         return prompt, params, options
 
@@ -158,7 +160,9 @@ class Traffic:
 
     def _prompt(self) -> list[int]:
         rng, world = self._rng, self._world
-        kind = rng.randrange(8)
+        kind = rng.randrange(10)
+        if kind >= 8:  # like nobody else's: it pushes other KV out of the device
+            return self._tokens(rng.randrange(1, 49))
         if kind < 2 and self._said:  # the same once more
             return list(rng.choice(self._said))
         if kind < 4 and self._said:  # the next turn of a conversation
