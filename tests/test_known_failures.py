@@ -5,7 +5,7 @@ vllm #54779, sglang #28653 (files), LMCache #891 and #4983 (lookups that take ti
 sglang #26305 (a disk that is slower than computing). That an idle engine is woken (local-inference-lab
 #191) is also tested with threads, in tests/engine.
 
-Many of these faults are also planted as mutants in tests/testing/test_simulator.py.
+Many of these faults are also planted as mutants: `make mutants`.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Request:
     """One sequence. ``length_max`` bounds prompt plus output, in tokens.
 
     ``root`` is the digest that its blocks' chain starts from. A request with a lower ``priority``
-    is served first, then the one that arrived first.
+    is admitted first and preempted last, then the one that arrived first.
     """
 
     id: str
