@@ -60,7 +60,7 @@ def _settings(
     max_step_tokens: Annotated[
         int, typer.Option(help="Tokens fed per step: the size of prefill chunks.")
     ] = DEFAULTS.max_step_tokens,
-    overlap: Annotated[int, typer.Option(help="Steps scheduled ahead: 1 or 2.")] = DEFAULTS.overlap,
+    overlap: Annotated[int, typer.Option(help="Steps in flight: 1 or 2.")] = DEFAULTS.overlap,
     on_lost_kv: Annotated[
         str, typer.Option(help="recompute, or fail the requests whose KV was lost.")
     ] = DEFAULTS.on_lost_kv,

@@ -20,6 +20,8 @@ class EngineConfig:
     max_length: positions per request at most (None: what the model was trained for).
     blocks_per_chunk: a prefix comes back from the host tier in steps of this many blocks, so small
     ones waste less of it; large ones cost fewer copies.
+    overlap: plans in flight. With 2, the host's work hides behind the device's; what it costs is one
+    row per request, fed in vain after its end.
     sync_load_bytes_max: loads up to this size run inside the step, larger ones beside it.
     """
 
@@ -35,7 +37,7 @@ class EngineConfig:
     max_batch: int = 256
     max_step_tokens: int = 512
     max_waiting: int = 4096
-    overlap: int = 1
+    overlap: int = 2
     sync_load_bytes_max: int = 8 * MIB
     load_deadline_s: float = 30.0
     max_step_retries: int = 3

@@ -94,7 +94,7 @@ class Rules:
         if scheduler.counters.preemptions > self._preemptions:
             gone = self._held - stay - late
             self._preempted.update(request.id for request in gone)
-            best = min(request.rank for request in gone)
+            best = min((r.priority, r.arrival) for r in gone)
             overtaken = [r for r in stay if (r.priority, r.arrival) > best]
             assert not overtaken, f"preempted before {overtaken}: {gone}"
             assert stay <= self._held, "admitted in the step that preempted"
