@@ -177,5 +177,6 @@ def reference(
             tokens = (
                 tokens + made.tokens + encode("\n" if made.tokens[-1] in ends else "<|im_end|>\n")
             )
-        conversations.append(turns)
+        if turns:
+            conversations.append(turns)
     return conversations

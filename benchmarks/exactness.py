@@ -452,12 +452,14 @@ def main() -> None:
         "max_length": 2048,
         "block_size": 8,  # small ones: more of them grow, and move, and more requests are preempted
     }
-    with LLM(**plain, host_bytes=0, max_step_tokens=2048) as llm:  # type: ignore[arg-type]
+    with LLM(**plain, overlap=1, host_bytes=0, max_step_tokens=2048) as llm:  # type: ignore[arg-type]
         conversations = reference(llm, traffic, rng)
         memory = too_little_memory(llm, conversations, engines=2)
     longest = max(len(turn.prompt) for turns in conversations for turn in turns)
+    hairs = sum(turn.steady.count(False) for turns in conversations for turn in turns)
     console.print(
-        f"reference: {time.perf_counter() - start:.0f} s, longest prompt {longest} tokens"
+        f"reference: {time.perf_counter() - start:.0f} s, longest prompt {longest} tokens, "
+        f"{hairs} tokens not steady under noise of {NOISE:g}"
     )
     config = EngineConfig(
         **plain,  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory, exactness):  # type
     traffic = exactness.Traffic(
         conversations=14, turns=(1, 2), rules=(0, 0), max_tokens=(24, 48), stems=3
     )
-    with LLM(**plain, host_bytes=0, max_step_tokens=2048) as llm:
+    with LLM(**plain, overlap=1, host_bytes=0, max_step_tokens=2048) as llm:
         conversations = exactness.reference(llm, traffic, random.Random(3), steady_only=True)
         memory = exactness.too_little_memory(llm, conversations, engines=2, spare=6)
     if MODELS[request.param]:
