@@ -27,13 +27,8 @@ from ebbtide.testing.faulty import FaultyMemory
 from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
 from ebbtide.testing.world import World
 
-HARMLESS = (
-    "abort",
-    "abort_loading",
-    "abort_draining",
-    "reset",
-    "slow_transfer",
-)  # nothing is lost by these
+# nothing is lost by these
+HARMLESS = ("abort", "abort_loading", "abort_draining", "evict", "reset", "slow_transfer")
 
 
 class Parts(NamedTuple):

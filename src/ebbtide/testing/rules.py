@@ -152,6 +152,8 @@ class Rules:
         if end > reached:
             self._reached[name] = end
             self._failures[name] = 0
+            kept = (request.failed_steps, request.losses)
+            assert kept == (0, 0), f"{request!r} got further than ever, and keeps {kept} failures"
 
     def _note_lost(self, request: Request, by_policy: bool = True) -> None:
         self._lost.add(request.id)

@@ -153,6 +153,10 @@ class Simulation:
             self._abort(list(self.scheduler._loading))
         if self.scheduler._draining and self.rig.strikes("abort_draining"):
             self._abort(list(self.scheduler._draining))
+        if self.rig.strikes("evict"):
+            pool = self.scheduler.kv.pool
+            pool.drop(pool.take(pool.available))
+            self._collect("evict")
         if self.rig.strikes("reset"):
             self._reset()
 

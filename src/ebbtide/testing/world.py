@@ -33,6 +33,7 @@ class Faults:
     corrupt_load: it reports success, but the blocks are garbage, which the first step that reads
     them reports. bad_block: a block turns to garbage; broken_block: it is always the same one;
     spurious: a sound block is reported as bad. poison: every step that samples for it fails.
+    evict: other work takes all free blocks for a moment, so that KV has to come from below.
     """
 
     load_fails: float = 0.0
@@ -47,6 +48,7 @@ class Faults:
     abort: float = 0.0
     abort_loading: float = 0.0
     abort_draining: float = 0.0
+    evict: float = 0.0
     reset: float = 0.0
 
     @staticmethod
@@ -58,12 +60,13 @@ class Faults:
             "slow_transfer": (0.1, 0.5),
             "step_raises": (0.02, 0.1),
             "bad_block": (0.02, 0.1),
-            "broken_block": (0.3, 1.0),
+            "broken_block": (0.1, 0.4),
             "spurious": (0.02, 0.05),
             "poison": (0.05, 0.2),
             "abort": (0.005, 0.04),
             "abort_loading": (0.05, 0.3),
             "abort_draining": (0.1, 0.5),
+            "evict": (0.05, 0.4),
             "reset": (0.005, 0.03),
         }
         names = [f.name for f in fields(Faults)]
@@ -115,7 +118,7 @@ class World:
             load_deadline_s=rng.choice((4.0, NEVER_S)),
             max_step_retries=rng.choice((0, 2, 3, 5)),
             fail_on_lost_kv=rng.random() < 0.2,
-            host_slots=rng.choice((0, 6, 20, 60, 100, 300)),
+            host_slots=rng.choice((0, 10, 40, 150, 400, 400)),
             stores_max=rng.choice((1, 8, 64, 64)),
             spare=rng.choice((-0.3, 0.0, 0.0, 0.05, 0.2, 1.0)),
             vocabulary=rng.choice((2, 6, 50)),
