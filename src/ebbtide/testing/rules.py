@@ -51,6 +51,7 @@ class Rules:
         self._again: Counter[str] = Counter()  # positions, from the second time on
         self._reached: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()  # steps in a row, without new ground
+        self._losses: Counter[str] = Counter()  # of KV, likewise
         self._loaded: set[str] = set()
         self._preempted: set[str] = set()
         self._lost: set[str] = set()
@@ -82,7 +83,7 @@ class Rules:
         scheduler = self._scheduler
         late = {request for request, _ in self._late}
         for request, transfers in self._late:
-            self._note_lost(request)
+            self._note_lost_kv(request)
             for transfer in transfers:
                 assert not self._finds(transfer), f"{transfer} came late, and is still found"
         for request in scheduler._loading.values():
@@ -130,8 +131,9 @@ class Rules:
         for request, past in self._past.items():
             row = rows.get(request.id)
             lost = past.lost or (outcome.error is not None and row is not None)
-            if lost:
-                self._note_lost(request, by_policy=outcome.error is None and past.finish is None)
+            self._lost.update({request.id} if lost else ())
+            if lost and outcome.error is None and past.finish is None:
+                self._note_lost_kv(request)
             self._check_behind(request, past)
             if row is not None:
                 if not lost and past.drain is not Drain.LOST:
@@ -151,14 +153,17 @@ class Rules:
         self._again[name] += max(0, min(end, reached) - start)
         if end > reached:
             self._reached[name] = end
-            self._failures[name] = 0
+            self._failures[name] = self._losses[name] = 0
             kept = (request.failed_steps, request.losses)
             assert kept == (0, 0), f"{request!r} got further than ever, and keeps {kept} failures"
 
-    def _note_lost(self, request: Request, by_policy: bool = True) -> None:
+    def _note_lost_kv(self, request: Request) -> None:
+        """Then it ends by its policy, or because it has gone back too often."""
         self._lost.add(request.id)
-        if by_policy and request.fail_on_lost_kv:
-            assert request.finish is not None, f"{request!r} goes on, though its policy is to fail"
+        self._losses[request.id] += 1
+        most = self._scheduler.config.max_step_retries + len(request.digests)
+        if request.fail_on_lost_kv or self._losses[request.id] > most:
+            assert request.finish is not None, f"{request!r} goes on, though it is to end"
 
     def _named(self, request: Request, indexes: Iterable[int]) -> list[int | None]:
         """The blocks that are found by the digests of these blocks of the request."""
@@ -221,7 +226,7 @@ class Rules:
         if request is not None and self._last:
             failed = self._failed_loads.pop(request, None)
             if failed:
-                self._note_lost(request)
+                self._note_lost_kv(request)
             runs = request.state is State.RUNNING
             assert runs != bool(failed), f"{request!r}, of whose loads {failed} failed"
 
