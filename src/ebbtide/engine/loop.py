@@ -2,8 +2,9 @@
 
     schedule -> submit -> (hand out what the step before brought) -> wait -> apply -> ...
 
-What a step brought is handed out after the next step was submitted, so that detokenising and
-streaming hide behind the device. The scheduler is guarded by one lock, held for decisions only,
+What a step brought is handed out after the next step was submitted. With two plans in flight the device
+has work all the while, and scheduling, detokenising and streaming hide behind it; with one, it waits for
+them (``docs/performance.md``). The scheduler is guarded by one lock, held for decisions only,
 never while a step runs or bytes move.
 """
 
