@@ -9,7 +9,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
-from ebbtide.core.ledger import Source
+from ebbtide.core.ledger import Cause, Source
 from ebbtide.core.plan import StepOutcome, TransferResult
 from ebbtide.core.request import Drain, FinishReason, Request, State
 from ebbtide.core.scheduler import Scheduler
@@ -132,7 +132,7 @@ class Probes:
             firsts = tuple(t.first for t in request.tables)
             slid = request.state is State.RUNNING and firsts != before.firsts
             self.count("window: released while a plan was in flight", slid and request.in_flight)
-            lost = before.drain is Drain.PREEMPTED and request.drain is Drain.LOST
+            lost = before.drain is Drain.PREEMPTED and request.cause is Cause.FAILED
             self.count("preempted: lost its KV while draining", lost)
             ended = request.finish is not None
             self.count(

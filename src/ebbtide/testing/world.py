@@ -80,7 +80,7 @@ class Faults:
 
     def lasting(self) -> Faults:
         """Those that do not stop when the world heals."""
-        return Faults(poison=self.poison, broken_block=self.broken_block)
+        return Faults(poison=self.poison)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
