@@ -10,17 +10,20 @@ from ebbtide.testing import threaded
 from ebbtide.testing.threaded import ThreadedSimulation
 
 
+def run_seeds(count: int) -> int:
+    """Returns how many faults were injected."""
+    return sum(ThreadedSimulation(seed).run().total() for seed in range(count))
+
+
 def test_real_threads_come_to_the_right_end() -> None:
-    injected = sum(ThreadedSimulation(seed).run().total() for seed in range(30))
-    assert injected > 100
+    assert run_seeds(30) > 100
 
 
 def test_results_that_wake_nobody_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threaded, "PATIENCE_S", 0.5)
     monkeypatch.setattr(Mover, "take_results", lambda self: [])
     with pytest.raises(AssertionError, match="never"):
-        for seed in range(10):
-            ThreadedSimulation(seed).run()
+        run_seeds(10)
 
 
 def test_a_transfer_that_reports_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,5 +42,4 @@ def test_a_transfer_that_reports_too_early_is_noticed(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(threaded, "Mover", Hasty)
     with pytest.raises(AssertionError):
-        for seed in range(40):
-            ThreadedSimulation(seed).run()
+        run_seeds(40)

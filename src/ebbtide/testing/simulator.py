@@ -3,9 +3,9 @@
     python -m ebbtide.testing.simulator --seed 7 -v        one seed, told step by step
     python -m ebbtide.testing.simulator --seeds 0 2000     many, on two processes
 
-First requests arrive while faults are injected; then the faults stop, but for poisonous requests,
-and everything must converge. After every event the rules of ``invariants`` are checked; at the end every finished request must
-equal the oracle, and nothing may be left.
+First requests arrive while faults are injected; then the faults stop, but for poisonous requests, and
+everything must converge. After every event the rules of ``invariants`` and ``rules`` are checked; at the
+end every finished request must equal the oracle, and nothing may be left.
 
 To test an eviction policy or host memory of your own, see ``docs/testing.md``:
 
