@@ -75,3 +75,7 @@ def test_equal_in_a_fresh_process() -> None:
     }
     root = root_digest(b"n", {"salt": "s", "adapter": "a"})
     assert said == {chunk_key(block_digest(root, [1, 2, 3]), 7).hex() + "\n"}
+
+
+def test_a_salt_may_be_any_string_that_json_can_say() -> None:
+    assert root_digest(b"", {"salt": "\ud800"}) != root_digest(b"", {"salt": "\ud801"})

@@ -20,8 +20,8 @@ def root_digest(namespace: bytes, tags: Mapping[str, str]) -> bytes:
     each other; an empty field and an absent one are the same.
     """
     root = blake2b(digest_size=DIGEST_BYTES)
-    fields = [("namespace", namespace)]
-    fields += [(name, value.encode()) for name, value in sorted(tags.items()) if value]
+    text = {name: value.encode("utf-8", "surrogatepass") for name, value in tags.items() if value}
+    fields = [("namespace", namespace), *sorted(text.items())]
     for name, value in fields:
         label = name.encode()
         root.update(struct.pack("<II", len(label), len(value)) + label + value)

@@ -233,7 +233,8 @@ class KVManager:
         """Nothing in flight refers to the request: store what is still due, give up all its blocks."""
         request.note_reached()
         self._store(request)
-        self._offload.end(request.id, request.digests, request.committed // self.block_size)
+        due = 0 if request.private else request.committed // self.block_size
+        self._offload.end(request.id, request.digests, due)
         self._give_up(request)
         for table in request.tables:
             self.pool.drop(reversed(table.blocks))

@@ -474,7 +474,7 @@ class Scheduler:
         """Go back, or end. A tier can spoil each chunk of a chain once, so the way back is bounded."""
         request.losses += 1
         losses_max = self.config.max_step_retries + len(request.digests)
-        if request.fail_on_lost_kv or request.losses > losses_max:
+        if request.fail_on_lost_kv or request.losses > losses_max + 1:
             self._finish(request, FinishReason.ERROR, message)
         self._lose(request)
 

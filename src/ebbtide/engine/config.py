@@ -67,8 +67,11 @@ class EngineConfig:
         for name, low in minimum.items():
             if getattr(self, name) < low:
                 raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}", name)
-        if self.load_deadline_s <= 0:
-            raise InputError(f"load_deadline_s must be above 0, got {self.load_deadline_s}")
+        if not 0 < self.load_deadline_s <= 1e6:
+            raise InputError(
+                f"load_deadline_s must be above 0, and 1e6 at most, got {self.load_deadline_s}",
+                "load_deadline_s",
+            )
         if self.max_length is not None and self.max_length < 2:
             raise InputError(f"max_length must be at least 2, got {self.max_length}")
         if self.threads is not None and self.threads < 1:

@@ -161,7 +161,7 @@ class Rules:
         """Then it ends by its policy, or because it has gone back too often."""
         self._lost.add(request.id)
         self._losses[request.id] += 1
-        most = self._scheduler.config.max_step_retries + len(request.digests)
+        most = 1 + self._scheduler.config.max_step_retries + len(request.digests)
         if request.fail_on_lost_kv or self._losses[request.id] > most:
             assert request.finish is not None, f"{request!r} goes on, though it is to end"
 
