@@ -98,13 +98,21 @@ def running(
         yield loop
     finally:
         loop.close()
-        assert scheduler.kv.pool.available == blocks, "a block leaked"
-        assert not scheduler.requests
-        assert offload.slots.pins == 0
+        if loop._failure is None:
+            assert scheduler.kv.pool.available == blocks, "a block leaked"
+            assert not scheduler.requests
+            assert offload.slots.pins == 0
 
 
 def params(count: int, seed: int = 1) -> SamplingParams:
     return SamplingParams(max_tokens=count, seed=seed, temperature=0.0)
+
+
+def wait_until_stored(loop: EngineLoop) -> None:
+    end = time.monotonic() + 20
+    while loop.inspect(lambda scheduler: scheduler.kv.transfers_in_flight):
+        assert time.monotonic() < end, "transfers that never end"
+        time.sleep(0.001)
 
 
 def prompt(number: int, length: int = 30) -> list[int]:
@@ -185,9 +193,12 @@ def test_a_load_past_its_deadline_wakes_the_idle_engine() -> None:
         for number in (1, 2, 3, 4):
             loop.add([(f"a{number}", prompt(number, 60), params(4))])
             heard.wait(f"a{number}")
-        loop.add([("again", prompt(1, 60), params(4))])
-        heard.wait("again")
-        release.set()
+        wait_until_stored(loop)  # behind the load that hangs, stores would keep their blocks
+        try:
+            loop.add([("again", prompt(1, 60), params(4))])
+            heard.wait("again")
+        finally:
+            release.set()
     assert heard.tokens["again"] == expected(1, 4, 60)
 
 
@@ -268,6 +279,44 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting() -> None:
             loop.add([("b", prompt(1), params(2))])
         with pytest.raises(EngineStopped, match="a bug"):
             loop.inspect(lambda scheduler: scheduler.running)
+
+
+def test_a_bug_behind_an_end_that_nobody_has_heard_of_yet() -> None:
+    heard = Heard()
+    with running(heard) as loop:
+
+        def broken(now: float) -> None:
+            raise ZeroDivisionError("a bug")
+
+        def break_after_the_end(scheduler: Scheduler) -> None:
+            apply = scheduler.apply
+
+            def applying(plan: StepPlan, outcome: StepOutcome) -> list[Output]:
+                outputs = apply(plan, outcome)
+                if any(output.finish for output in outputs):
+                    setattr(scheduler, "schedule", broken)  # noqa: B010
+                return outputs
+
+            setattr(scheduler, "apply", applying)  # noqa: B010
+
+        loop.inspect(break_after_the_end)
+        loop.add([("a", prompt(1), params(2)), ("b", prompt(2), params(50))])
+        heard.wait("a", "b")
+    assert heard.ends["a"].finish is heard.ends["b"].finish is FinishReason.ERROR
+
+
+def test_a_listener_that_raises_for_one_request_silences_no_other() -> None:
+    def raises(output: Output) -> bool:
+        if output.request_id == "b":
+            raise ZeroDivisionError("a bug")
+        return False
+
+    heard = Heard(raises)
+    with running(heard) as loop:
+        loop.add([(name, prompt(number), params(50)) for number, name in enumerate("abc", 1)])
+        heard.wait("a", "b", "c")
+    assert "a bug" in heard.ends["a"].message
+    assert "a bug" in heard.ends["c"].message
 
 
 def test_a_reset_wakes_requests_that_waited_for_what_it_forgot() -> None:

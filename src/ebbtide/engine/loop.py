@@ -44,6 +44,7 @@ class EngineLoop:
         self._overlap = scheduler.config.overlap
         self._wake = threading.Condition()  # its lock guards the scheduler
         self._in_flight: deque[tuple[StepPlan, StepFuture]] = deque()
+        self._untold: list[Output] = []  # outputs that the listener has not heard
         self._closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ebbtide-engine", daemon=True)
@@ -118,20 +119,18 @@ class EngineLoop:
             self._fail(error)
 
     def _loop(self) -> None:
-        outputs: list[Output] = []
         while True:
-            plan, more = self._decide(idle=not outputs)
+            plan = self._decide()
             if plan is not None:
                 self._in_flight.append((plan, self._executor.submit(plan)))
-            self._hand_out(outputs + more)
-            outputs = []
+            self._hand_out()
             if self._in_flight and (plan is None or len(self._in_flight) == self._overlap):
-                outputs = self._finish_step()
+                self._finish_step()
             elif plan is None and self._closing and self._is_done():
                 return
 
-    def _decide(self, idle: bool) -> tuple[StepPlan | None, list[Output]]:
-        """The next plan, and outputs that no step brought. Sleeps while there is nothing to do."""
+    def _decide(self) -> StepPlan | None:
+        """The next plan. Sleeps while there is nothing to do."""
         scheduler = self._scheduler
         with self._wake:
             while True:
@@ -139,39 +138,45 @@ class EngineLoop:
                 now = time.monotonic()
                 plan = scheduler.schedule(now)
                 self._mover.submit(scheduler.take_transfers())
-                outputs = scheduler.take_outputs()
-                busy = plan is not None or outputs or self._in_flight or not idle
+                self._untold += scheduler.take_outputs()
+                busy = plan is not None or self._untold or self._in_flight
                 if busy or (self._closing and self._is_done()):
-                    return plan, outputs
+                    return plan
                 deadline = scheduler.next_deadline()
                 self._wake.wait(None if deadline is None else max(0.001, deadline - now))
 
-    def _finish_step(self) -> list[Output]:
+    def _finish_step(self) -> None:
         plan, future = self._in_flight.popleft()
         outcome = future.result()
         with self._wake:
-            outputs = self._scheduler.apply(plan, outcome)
+            self._untold += self._scheduler.apply(plan, outcome)
             self._mover.submit(self._scheduler.take_transfers())
-        return outputs
 
-    def _hand_out(self, outputs: list[Output]) -> None:
+    def _hand_out(self) -> None:
         """Tell the listener; requests that it found to be over end at once."""
-        while outputs:
-            stopped = list(self._listener(outputs))
-            outputs = []
+        while self._untold:
+            stopped = list(self._listener(self._untold))
+            self._untold = []
             if stopped:
                 with self._wake:
                     for request_id in stopped:
                         self._scheduler.end(request_id, FinishReason.STOP)
                     self._mover.submit(self._scheduler.take_transfers())
-                    outputs = self._scheduler.take_outputs()
+                    self._untold = self._scheduler.take_outputs()
 
     def _is_done(self) -> bool:
         return not self._scheduler.requests and not self._scheduler.kv.transfers_in_flight
 
     def _fail(self, error: BaseException) -> None:
+        """Nobody may be left waiting: whoever was not told of an end is told of this one."""
         with self._wake:
             self._failure = error
-            ids = list(self._scheduler.requests)
+            untold = [*self._untold, *self._scheduler.take_outputs()]
+            ids = [output.request_id for output in untold if output.finish is not None]
+            ids += self._scheduler.requests
         message = f"the engine stopped because of a bug: {type(error).__name__}: {error}"
-        self._listener([Output(i, finish=FinishReason.ERROR, message=message) for i in ids])
+        for request_id in dict.fromkeys(ids):
+            try:
+                self._listener([Output(request_id, finish=FinishReason.ERROR, message=message)])
+            except Exception:
+                log.exception("request %s could not be told", request_id)
