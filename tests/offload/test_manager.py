@@ -7,6 +7,7 @@ from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
 
 CHAIN = [bytes([i]) * 32 for i in range(8)]
+OTHER = [bytes([100 + i]) * 32 for i in range(8)]
 
 
 def manager(
@@ -120,10 +121,11 @@ def test_a_failed_store_is_never_served() -> None:
 
 
 def test_a_store_without_room_stays_due_and_is_counted_when_it_never_finds_any() -> None:
-    m = manager(slots=1)
+    m = manager(slots=3)
     blocks = list(range(8))
+    assert len(m.store("x", 0, OTHER, 4, 0, [20, 21, 22, 23])) == 2
     first = m.store("a", 0, CHAIN, 4, 0, blocks)
-    assert len(first) == 1  # the only slot is being filled
+    assert len(first) == 1  # all slots are being filled
     assert m.store("a", 0, CHAIN, 6, 0, blocks) == []
     finish(m, first)
     second = m.store("a", 0, CHAIN, 6, 0, blocks)
@@ -131,6 +133,32 @@ def test_a_store_without_room_stays_due_and_is_counted_when_it_never_finds_any()
     m.end("a", CHAIN, 6)
     assert m.counters.store_dropped == 1
     finish(m, second)
+
+
+def test_of_a_chain_longer_than_the_host_tier_the_start_is_kept() -> None:
+    m = manager(slots=5, groups=2)
+    for group in (0, 1):
+        stored(m, group=group)
+        assert has(m, group) == [0, 1, 2, 3]
+    assert m.counters.store_dropped == 2 * 2
+
+
+def test_what_a_window_left_behind_for_want_of_room_counts_as_dropped() -> None:
+    m = manager(stores_max=1)
+    first = m.store("a", 0, CHAIN, 4, 0, [1, 2, 3, 4])
+    assert [t.blocks for t in first] == [(1, 2)]
+    finish(m, first)
+    assert [t.blocks for t in m.store("a", 0, CHAIN, 8, 4, [5, 6, 7, 8])] == [(5, 6)]
+    assert m.counters.store_dropped == 1
+    m.end("a", CHAIN, 8)
+    assert m.counters.store_dropped == 2
+
+
+def test_what_a_request_never_had_is_not_counted_as_dropped() -> None:
+    m = manager()
+    m.store("a", 0, CHAIN, 8, 4, [5, 6, 7, 8])
+    m.end("a", CHAIN, 8)
+    assert m.counters.store_dropped == 0
 
 
 def test_stores_under_way_are_bounded() -> None:

@@ -49,6 +49,7 @@ class KVManager:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, len(self.groups))
         self.woken: list[Request] = []  # parked requests that are to be matched again
+        self.retry_at = 0  # what did not fit may fit once ``pool.released`` has come this far
         self.outbox: list[Transfer] = []  # transfers to start beside the steps
         self._offload = offload
         self._fed_max = fed_max
@@ -82,7 +83,6 @@ class KVManager:
         size = self.block_size
         chain = request.digest_upto(len(request.tokens) // size, size)
         limit = (len(request.tokens) - 1) // size
-
         has = self._offload.has
         return match(self.groups, size, chain, limit, self.pool, lambda g, i: has(g, chain, i))
 
@@ -113,7 +113,9 @@ class KVManager:
         hits = match.hits
         fresh = match.missing + sum(end - match.blocks for end in ends)
         idle_hits = sum(self.pool.references(block) == 0 for block in hits)
-        if self.pool.available - idle_hits < fresh + reserve:
+        lacking = fresh + reserve - (self.pool.available - idle_hits)
+        if lacking > 0:
+            self.retry_at = self.pool.released + lacking
             return None
         self.pool.hold(hits)
         loads: list[Transfer] = []

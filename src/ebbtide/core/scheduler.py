@@ -35,9 +35,9 @@ from ebbtide.params import SamplingParams
 class SchedulerConfig:
     """num_blocks: size of the pool. step_tokens_max: positions fed per step. overlap: plans in flight.
 
-    sync_load_blocks_max: loads of up to this many blocks run inside the step. max_step_retries: how
-    many failed steps in a row a request survives; from the third try on it runs alone, so that a
-    step that fails because of it fails nobody else. namespace: digest of what gives KV its meaning.
+    sync_load_blocks_max: so many blocks may be loaded inside a step. max_step_retries: how many failed
+    steps in a row a request survives; from the third try on it runs alone, so that a step that fails
+    because of it fails nobody else. namespace: digest of what gives KV its meaning.
     """
 
     num_blocks: int
@@ -144,8 +144,7 @@ class Scheduler:
         return length
 
     def _longest_that_fits(self, length: int) -> int:
-        needed = self.kv.blocks_needed_max
-        lengths = range(1, length + 1)
+        lengths, needed = range(1, length + 1), self.kv.blocks_needed_max
         return bisect_right(lengths, self.config.num_blocks, key=lambda n: needed(n - 1))
 
     def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -271,8 +270,9 @@ class Scheduler:
             if request.state is State.FINISHED:
                 heapq.heappop(self._waiting)
                 continue
-            if self._does_not_fit == (request, self.kv.pool.released):
-                break  # nothing has become free since
+            tried = (request, len(self._running))
+            if self._does_not_fit == tried and self.kv.pool.released < self.kv.retry_at:
+                break  # too little has become free since
             match = self.kv.match(request)
             if self.kv.park(request, match):
                 heapq.heappop(self._waiting)
@@ -280,12 +280,13 @@ class Scheduler:
             reserve = len(self._running) * len(self.config.groups)
             started = self.kv.admit(request, match, reserve)
             if started is None:
-                self._does_not_fit = (request, self.kv.pool.released)
+                self._does_not_fit = tried
                 break
             heapq.heappop(self._waiting)
             held += 1
             suspect = request.failed_steps >= SUSPECT
-            if match.missing > (0 if suspect else self.config.sync_load_blocks_max):
+            sync_blocks = sum(len(load.blocks) for load in loads) + match.missing
+            if match.missing and sync_blocks > (0 if suspect else self.config.sync_load_blocks_max):
                 self._start_loading(request, started, now)
                 continue
             loads += started
@@ -311,8 +312,8 @@ class Scheduler:
             self._step_failed(plan, outcome.error)
         elif outcome.invalid_blocks:
             self._lose_blocks(outcome.invalid_blocks)
-        if plan.loads:
-            self._sync_loads_done(plan.loads, outcome)
+        for load in plan.loads:
+            self._sync_load_done(load, outcome)
         tokens = iter(outcome.tokens)
         for index, (request_id, _, _, start, end, _, sampling, _) in enumerate(plan.rows):
             request = self.requests[request_id]
@@ -381,10 +382,8 @@ class Scheduler:
             position = self.kv.first_bad_position(request, bad)
             if position is None:
                 continue
-            if position >= request.committed:  # nothing came yet of what a load was to bring
-                self.kv.lose(request, self.kv.first_bad_position(request, named))
-            else:
-                self.kv.lose(request, position)
+            came = position < request.committed  # else nothing came yet of what a load is to bring
+            self.kv.lose(request, position if came else self.kv.first_bad_position(request, named))
             self._kv_lost(request, f"the KV of the request was lost from position {position} on")
 
     def _lose(self, request: Request) -> None:
@@ -458,11 +457,10 @@ class Scheduler:
                 request.committed = request.scheduled
                 self._run(request)
 
-    def _sync_loads_done(self, loads: Sequence[Transfer], outcome: StepOutcome) -> None:
-        for load in loads:
-            bad = not outcome.invalid_blocks.isdisjoint(load.blocks)
-            error = "the step reported its blocks as invalid" if bad else ""
-            self.kv.returned(TransferResult(load, error), usable=outcome.error is None)
+    def _sync_load_done(self, load: Transfer, outcome: StepOutcome) -> None:
+        bad = not outcome.invalid_blocks.isdisjoint(load.blocks)
+        error = "the step reported its blocks as invalid" if bad else ""
+        self.kv.returned(TransferResult(load, error), usable=outcome.error is None)
 
     def _expire_loads(self, now: float) -> None:
         late = takewhile(lambda r: r.load_deadline <= now, self._loading.values())

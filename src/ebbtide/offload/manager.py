@@ -28,7 +28,11 @@ class OffloadCounters:
 
 
 class OffloadManager:
-    """``stores_max``: store transfers under way at once; further chunks wait for their turn."""
+    """``stores_max``: store transfers under way at once; further chunks wait for their turn.
+
+    Of a chain that is longer than the host tier its start is kept, which is what a hit needs. A store
+    that fails leaves a hole until the next request with these tokens computes that chunk.
+    """
 
     def __init__(
         self, slots: HostSlots, blocks_per_chunk: int, num_groups: int = 1, stores_max: int = 64
@@ -38,6 +42,7 @@ class OffloadManager:
         self.blocks_per_chunk = blocks_per_chunk
         self._num_groups = num_groups
         self._stores_max = stores_max
+        self._chunks_max = slots.num_slots // num_groups  # of one chain
         self._stores = 0
         self._transfers = 0
         self._due: dict[tuple[str, int], int] = {}  # (owner, group) -> the next chunk to store
@@ -72,18 +77,20 @@ class OffloadManager:
         stores: list[Transfer] = []
         if not self.slots.num_slots:
             return stores
-        chunk = self._due.get((owner, group), 0)
-        while chunk < full // self.blocks_per_chunk:
+        due = self._due.get((owner, group))
+        chunk = due or 0
+        while chunk < min(full // self.blocks_per_chunk, self._chunks_max):
             at = chunk * self.blocks_per_chunk - first
-            if at >= 0:  # else a window has left it behind
-                key = self._key(group, chain, chunk)
-                if not self.slots.holds(key):
-                    slot = self.slots.reserve(key) if self._stores < self._stores_max else None
-                    if slot is None:
-                        break  # no room now: it stays due
-                    self._stores += 1
-                    moved = blocks[at : at + self.blocks_per_chunk]
-                    stores.append(self._transfer(Direction.STORE, key, slot, 0, moved))
+            key = self._key(group, chain, chunk)
+            if at >= 0 and not self.slots.holds(key):
+                slot = self.slots.reserve(key) if self._stores < self._stores_max else None
+                if slot is None:
+                    break  # no room now: it stays due
+                self._stores += 1
+                moved = blocks[at : at + self.blocks_per_chunk]
+                stores.append(self._transfer(Direction.STORE, key, slot, 0, moved))
+            elif at < 0 and due is not None and not self.slots.holds(key):
+                self.counters.store_dropped += 1  # it found no room until a window left it behind
             chunk += 1
         self._due[owner, group] = chunk
         return stores
