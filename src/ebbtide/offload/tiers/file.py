@@ -1,0 +1,420 @@
+"""The file tier: chunks as files below a directory, of a bounded total size.
+
+    file:///var/cache/ebbtide?size=20GiB&floor=1GiB&fsync=never&policy=lru&io=auto
+
+A chunk's file gets its name when it is whole, and is never changed under that name. So whatever fails or
+dies, each chunk is there, or is not; what a power loss or a bad disk did to a file, its checksum tells.
+
+Names in the directory and the index change together, under one lock (``_names``): so the index knows
+exactly what is there, but for what other processes did since the last look (``refresh``). Payloads are
+read and written outside of it. Several processes may share a directory; all of them evict.
+
+A full tier takes the file of its victim for the new chunk, rather than removing one file and making
+another: that takes no room on the way, and freeing a file's blocks can cost more than writing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ebbtide.errors import InputError
+from ebbtide.offload.tiers.base import MISSING, OK, Result, Status, TierContext, TierStats
+from ebbtide.offload.tiers.envelope import header
+from ebbtide.offload.tiers.file_index import NAMESPACE_BYTES, PLACE_BYTES, Index
+from ebbtide.offload.tiers.file_io import (
+    HEAD_BYTES,
+    ChunkFiles,
+    FileSystem,
+    Parts,
+    takes_direct_io,
+)
+from ebbtide.offload.tiers.file_settings import POLICIES, FileSettings, parse_url
+
+SUFFIX = ".kv"
+LOOK_S = 1.0  # how often the directory is looked at for what others did ...
+LOOK_SHARE = 0.05  # ... but for no more than this share of the time
+SETTLED_NS = 10 * 10**9
+GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+CLOSED = Result(Status.FAILED, "the file tier is closed")
+
+
+def open_file(url: str, context: TierContext) -> FileTier:
+    """Open the tier of a ``file://`` URL. Raises InputError, in one sentence."""
+    tier = FileTier(parse_url(url), context)
+    tier.start()
+    return tier
+
+
+class FileTier:
+    """Chunks below ``settings.directory``: see the module. ``start`` looks at it from then on."""
+
+    name = "file"
+    immediate = True
+
+    def __init__(
+        self, settings: FileSettings, context: TierContext, fs: FileSystem | None = None
+    ) -> None:
+        """Raises InputError where the directory cannot be used."""
+        self._fs = fs or FileSystem()
+        self._settings = settings
+        self._space = context.namespace
+        self._root = settings.directory
+        self._chunk_bytes = context.chunk_bytes
+        _check_sizes(settings, context)
+        self._index = Index(POLICIES[settings.policy]())
+        self._names = threading.Lock()  # what is there, and what the index says: changed together
+        self._orphans: list[str] = []  # files of ours that could not be removed: still counted
+        self._others = 0  # bytes that other processes are writing
+        self._evictions = 0
+        self._looks: dict[bytes, tuple[int, bool]] = {}  # place: mtime, looked at again since
+        self._is_loaded = False
+        self._down = ""
+        self._idle = threading.Condition()
+        self._running = 0
+        self._is_closed = False
+        self._stop = threading.Event()
+        self._watcher: threading.Thread | None = None
+        try:
+            self._parts, self.is_direct = self._prepare()
+        except OSError as error:
+            raise InputError(
+                f"the file tier cannot use the directory {self._root}: {error.strerror or error}"
+            ) from error
+        self._files = ChunkFiles(
+            self._fs, self._space, context.chunk_bytes, self.is_direct, settings.fsync == "always"
+        )
+
+    def start(self) -> None:
+        """Look at the directory now, on a thread, and from time to time."""
+        self._watcher = threading.Thread(target=self._watch, name="file-tier", daemon=True)
+        self._watcher.start()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        if self._down or self._is_closed:
+            return [False] * len(keys)
+        return [self._index.size(self._space + key) is not None for key in keys]
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+        return self._each(self._read, keys, buffers)
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+        return self._each(self._write, keys, buffers)
+
+    def delete(self, keys: Sequence[bytes]) -> list[Result]:
+        return self._each(lambda key: self._remove(self._space + key), keys)
+
+    def clear(self) -> Result:
+        return self._each(lambda _: self._clear(), [None])[0]
+
+    def stats(self) -> TierStats:
+        """Chunks and bytes of every namespace: that is what the quota is for."""
+        state = "up" if self._is_loaded else "starting"
+        return TierStats(
+            chunks=self._index.chunks,
+            bytes=self._index.used,
+            bytes_max=self._settings.size,
+            evictions=self._evictions,
+            state=f"down: {self._down}" if self._down else state,
+        )
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        with self._idle:
+            was_closed, self._is_closed = self._is_closed, True
+            self._idle.wait_for(lambda: self._running == 0)
+        if not was_closed:
+            self._remove_orphans()
+            self._parts.close()
+
+    def refresh(self) -> None:
+        """See what others have done; the first time, what there is. Reads names and sizes only."""
+        try:
+            self._parts.beat()
+            self._others = self._parts.sweep()
+            self._remove_orphans()
+            is_whole = self._look_at_all()
+        except OSError as error:
+            self._down = _sentence(error)
+            return
+        self._down = ""
+        self._index.order()
+        self._is_loaded = self._is_loaded or is_whole
+
+    def _prepare(self) -> tuple[Parts, bool]:
+        workshop = f"{self._root}/writing"
+        self._fs.make_directory(workshop)
+        parts = Parts(self._fs, workshop)
+        try:
+            parts.sweep()
+            is_direct = self._settings.io != "buffered" and takes_direct_io(
+                self._fs, parts.new_path(), self._chunk_bytes
+            )
+        except OSError:
+            parts.close()
+            raise
+        if self._settings.io == "direct" and not is_direct:
+            parts.close()
+            raise OSError(errno.EINVAL, "its file system takes no direct I/O (leave io=direct out)")
+        return parts, is_direct
+
+    def _each(self, act: Callable[..., Result], *columns: Sequence[Any]) -> list[Result]:
+        with self._idle:
+            if self._is_closed:
+                return [CLOSED] * len(columns[0])
+            self._running += 1
+        try:
+            return [act(*row) for row in zip(*columns, strict=True)]
+        finally:
+            with self._idle:
+                self._running -= 1
+                self._idle.notify_all()
+
+    def _read(self, key: bytes, buffer: memoryview) -> Result:
+        id = self._space + key
+        try:
+            problem = self._files.read(self._path(id), key, buffer)
+        except OSError as error:
+            if error.errno not in GONE:
+                return _failure(error)
+            self._remove(id)
+            return MISSING
+        if problem:
+            self._remove(id)
+            return Result(Status.CORRUPT, f"{problem} ({self._path(id)})")
+        self._index.touch(id)
+        return OK
+
+    def _write(self, key: bytes, buffer: memoryview) -> Result:
+        id = self._space + key
+        if self._index.size(id) is not None:
+            with contextlib.suppress(OSError):  # another process may have evicted it
+                self._fs.touch(self._path(id))
+                self._index.touch(id)
+                return OK
+        if not self._is_loaded:
+            return Result(Status.FULL, "what is there already is still being counted")
+        part = self._parts.new_path()
+        try:
+            is_new = self._make_room(part)
+        except OSError as error:
+            return _failure(error)
+        try:
+            self._files.write(part, header(self._space, key, buffer), buffer, is_new)
+            self._publish(part, id)
+        except OSError as error:
+            self._abandon(part)
+            return _failure(error)
+        return OK
+
+    def _make_room(self, part: str) -> bool:
+        """Reserve the bytes of a file. Whether it is to be made: else ``part`` is a victim's file.
+
+        Raises OSError, ENOSPC where no room can be made.
+        """
+        size, evicted = self._files.size, 0
+        while True:
+            with self._names:
+                free = self._fs.free_bytes(self._root) - self._settings.floor - self._index.reserved
+                room = self._settings.size - self._others - self._index.used
+                if room >= size and free >= size:
+                    self._index.reserve(size)
+                    return True
+                if room >= size and evicted >= size:  # giving back did not help, or does not yet
+                    raise OSError(errno.ENOSPC, "the file system has less free than the floor")
+                victim = self._index.victim()
+                if victim is None:
+                    raise OSError(errno.ENOSPC, "there is no chunk left to evict")
+                can_reuse = victim[1] == size and room >= 0 and free >= 0
+                was_there = self._evict(*victim, part if can_reuse else None)
+                if can_reuse and was_there:
+                    return False
+                evicted += victim[1]
+
+    def _evict(self, id: bytes, size: int, part: str | None) -> bool:
+        """Remove a victim's file, or call it ``part`` and keep its bytes reserved. Whether it was there."""
+        try:
+            if part is None:
+                self._fs.remove(self._path(id))
+            else:
+                self._fs.rename(self._path(id), part)
+        except OSError as error:
+            if error.errno in GONE:  # another process was faster
+                self._index.release(size)
+                return False
+            if part is not None:  # it may have its new name, though that was said to have failed
+                with contextlib.suppress(OSError):
+                    self._fs.remove(part)
+            self._index.put(id, size)
+            raise
+        self._evictions += 1
+        if part is None:
+            self._index.release(size)
+        return True
+
+    def _publish(self, part: str, id: bytes) -> None:
+        path = self._path(id)
+        with self._names:
+            try:
+                self._files.publish(part, path)
+            except OSError:  # it may have its name, though that was said to have failed
+                with contextlib.suppress(OSError):
+                    self._fs.remove(path)
+                self._index.discard(id)
+                raise
+            self._index.put(id, self._files.size)
+
+    def _remove(self, id: bytes) -> Result:
+        with self._names:
+            try:
+                self._fs.remove(self._path(id))
+            except OSError as error:
+                if error.errno not in GONE:
+                    return _failure(error)
+            self._index.discard(id)
+        return OK
+
+    def _clear(self) -> Result:
+        result = OK
+        try:
+            for directory in self._directories(f"{self._root}/{self._space.hex()}", 1):
+                place = self._space + bytes.fromhex(directory.name)
+                for id, _ in self._chunks_in(directory.path, place):
+                    removed = self._remove(id)
+                    result = removed if result is OK else result
+        except OSError as error:
+            return _failure(error)
+        return result
+
+    def _abandon(self, part: str) -> None:
+        """Remove a file that no chunk came of, now or later. Until then its bytes stay reserved."""
+        try:
+            self._fs.remove(part)
+        except OSError as error:
+            if error.errno not in GONE:
+                self._orphans.append(part)
+                return
+        self._index.release(self._files.size)
+
+    def _remove_orphans(self) -> None:
+        for _ in range(len(self._orphans)):
+            self._abandon(self._orphans.pop(0))
+
+    def _watch(self) -> None:
+        self.refresh()
+        took_s = 0.0
+        while not self._stop.wait(max(LOOK_S, took_s / LOOK_SHARE)):
+            begin = time.monotonic()
+            self.refresh()
+            took_s = time.monotonic() - begin
+
+    def _look_at_all(self) -> bool:
+        """Compare with the index each directory that has changed. Whether all could be."""
+        is_whole, there = True, set()
+        for space in self._directories(self._root, NAMESPACE_BYTES):
+            for entry in self._directories(space.path, 1):
+                if self._stop.is_set():
+                    return False
+                place = bytes.fromhex(space.name + entry.name)
+                there.add(place)
+                is_whole &= self._look(place, entry)
+        for place in set(self._index.places()) - there:
+            self._looks.pop(place, None)
+            self._compare(place, self._directory(place))
+        return is_whole
+
+    def _look(self, place: bytes, entry: os.DirEntry[str]) -> bool:
+        """Compare a directory, if it has changed, and once more after that: a clock's tick is coarse."""
+        try:
+            modified_ns = self._fs.entry_stat(entry).st_mtime_ns
+            looked_ns, is_settled = self._looks.get(place, (None, False))
+            if looked_ns == modified_ns and is_settled:
+                return True
+            self._compare(place, entry.path)
+        except OSError:
+            return False
+        is_settled = looked_ns == modified_ns or modified_ns < self._parts.born_ns - SETTLED_NS
+        self._looks[place] = modified_ns, is_settled
+        return True
+
+    def _compare(self, place: bytes, directory: str) -> None:
+        with self._names:
+            self._index.begin_look()
+        known = self._index.known(place)
+        seen: set[bytes] = set()
+        new: dict[bytes, tuple[int, float]] = {}
+        for id, entry in self._chunks_in(directory, place):
+            seen.add(id)
+            if id not in known:
+                with contextlib.suppress(FileNotFoundError):
+                    info = self._fs.entry_stat(entry)
+                    new[id] = info.st_size, info.st_mtime
+        with self._names:
+            self._index.end_look(place, seen, new)
+
+    def _directories(self, path: str, name_bytes: int) -> list[os.DirEntry[str]]:
+        return [
+            entry
+            for entry in self._scan(path)
+            if len(entry.name) == 2 * name_bytes and _from_hex(entry.name)
+        ]
+
+    def _chunks_in(self, directory: str, place: bytes) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+        """The ids of the chunks in a directory. Files that we did not name are none of ours."""
+        space, first = place[:NAMESPACE_BYTES], place[NAMESPACE_BYTES:]
+        for entry in self._scan(directory):
+            key = _from_hex(entry.name[: -len(SUFFIX)])
+            if entry.name.endswith(SUFFIX) and key[:1] == first:
+                yield space + key, entry
+
+    def _scan(self, directory: str) -> list[os.DirEntry[str]]:
+        try:
+            return self._fs.scan(directory)
+        except OSError as error:
+            if error.errno in GONE:
+                return []
+            raise
+
+    def _directory(self, place: bytes) -> str:
+        return f"{self._root}/{place[:NAMESPACE_BYTES].hex()}/{place[NAMESPACE_BYTES:].hex()}"
+
+    def _path(self, id: bytes) -> str:
+        return f"{self._directory(id[:PLACE_BYTES])}/{id[NAMESPACE_BYTES:].hex()}{SUFFIX}"
+
+
+def _check_sizes(settings: FileSettings, context: TierContext) -> None:
+    needed = HEAD_BYTES + context.chunk_bytes
+    if context.chunk_bytes % mmap.PAGESIZE:
+        raise InputError(f"a chunk of {context.chunk_bytes} bytes is not a number of whole pages")
+    if settings.size < needed:
+        raise InputError(
+            f"the file tier's size of {settings.size} bytes has no room for one chunk, "
+            f"whose file takes {needed} bytes",
+            "size",
+        )
+
+
+def _from_hex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
+def _failure(error: OSError) -> Result:
+    status = Status.FULL if error.errno in NO_ROOM else Status.FAILED
+    return Result(status, _sentence(error))
+
+
+def _sentence(error: OSError) -> str:
+    place = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{place}"
