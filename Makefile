@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host bench-overlap parity exactness clean
+.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host bench-overlap bench-policies parity exactness clean
 
 demo: $(READY)
 	@$(BIN)/ebbtide demo
@@ -50,6 +50,9 @@ bench-host: $(READY)
 
 bench-overlap: $(READY)
 	@$(BIN)/python benchmarks/bench_overlap.py $(ARGS)
+
+bench-policies: $(READY)
+	@$(BIN)/python benchmarks/bench_policies.py $(TRACES) $(ARGS)
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Preparing $(VENV) (once; takes a minute or two) ..."
