@@ -1,16 +1,23 @@
-"""Tiers for tests: one in memory, and one that does harm to another when told to."""
+"""Tiers for tests: one in memory, and one that does harm to another when told to.
+
+``FaultyFiles`` does harm to the files below a file tier, at any single operation.
+"""
 
 from __future__ import annotations
 
 import enum
+import os
 import random
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from ebbtide.offload.tiers.base import MISSING, OK, Result, Status, Tier, TierContext, TierStats
+from ebbtide.offload.tiers.file_io import FileSystem
 
 CLOSED = Result(Status.FAILED, "the memory tier is closed")
 GARBAGE = 0xEE
@@ -183,7 +190,7 @@ class FaultyTier:
         return [self._write(*row) for row in zip(keys, buffers, strict=True)]
 
     def delete(self, keys: Sequence[bytes]) -> list[Result]:
-        return [self._done("delete", key, lambda k=key: self._tier.delete([k])[0]) for key in keys]
+        return [self._done("delete", key, partial(self._delete, key)) for key in keys]
 
     def clear(self) -> Result:
         return self._done("clear", b"", self._tier.clear)
@@ -195,6 +202,9 @@ class FaultyTier:
 
     def close(self) -> None:
         self._tier.close()
+
+    def _delete(self, key: bytes) -> Result:
+        return self._tier.delete([key])[0]
 
     def _read(self, key: bytes, buffer: memoryview) -> Result:
         fault = self._strike("read", key)
@@ -253,3 +263,78 @@ def _failed(fault: Fault) -> Result:
 
 def _lost() -> Result:
     return Result(Status.FAILED, "injected: the answer was lost")
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """An operation raises ``error``; ``is_done``: after it was done all the same."""
+
+    error: BaseException
+    is_done: bool = False
+
+
+Harm = Callable[[int, str, tuple[Any, ...]], Strike | None]
+"""What happens to an operation: its number from 1 on, its name in ``FileSystem``, its arguments."""
+
+
+class Crash(BaseException):
+    """Raised by every operation of a process that is said to be dead."""
+
+
+class FaultyFiles:
+    """A ``FileSystem`` whose operations are counted, and struck by ``harm`` (which may also just look on).
+
+    ``crash`` does what the operating system does for a process that has died.
+    """
+
+    def __init__(
+        self,
+        harm: Harm = lambda number, name, arguments: None,
+        files: FileSystem | None = None,
+    ) -> None:
+        self.harm = harm
+        self.count = 0
+        self.after: Callable[[str], None] = lambda name: None
+        """Called when an operation was done."""
+        self.skew_s = 0.0
+        self._files = files or FileSystem()
+        self._open: set[int] = set()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._do, name, getattr(self._files, name))
+
+    def now(self) -> float:
+        return self._files.now() + self.skew_s
+
+    def crash(self) -> None:
+        for descriptor in self._open:
+            os.close(descriptor)
+        self._open.clear()
+
+    def _do(self, name: str, operation: Callable[..., Any], *arguments: Any) -> Any:
+        self.count += 1
+        strike = self.harm(self.count, name, arguments)
+        is_closing = name == "close" and not (strike and isinstance(strike.error, Crash))
+        if strike is None or strike.is_done or is_closing:  # a close that fails has closed
+            result = operation(*arguments)
+            if name == "open":
+                self._open.add(result)
+            elif name == "close":
+                self._open.discard(arguments[0])
+            self.after(name)
+            if strike and strike.is_done and name == "open":
+                self._open.discard(result)
+                os.close(result)
+        if strike is not None:
+            raise strike.error
+        return result
+
+
+def strike_at(number: int, error: BaseException, *, for_ever: bool, is_done: bool = False) -> Harm:
+    """Strike the operation ``number``, and all later ones if ``for_ever``."""
+
+    def harm(now: int, name: str, arguments: tuple[Any, ...]) -> Strike | None:
+        is_struck = now >= number if for_ever else now == number
+        return Strike(error, is_done) if is_struck else None
+
+    return harm

@@ -18,30 +18,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ebbtide.errors import InputError
 from ebbtide.offload.tiers.base import MISSING, OK, Result, Status, TierContext, TierStats
 from ebbtide.offload.tiers.envelope import header
-from ebbtide.offload.tiers.file_index import NAMESPACE_BYTES, PLACE_BYTES, Index
+from ebbtide.offload.tiers.file_index import Index
 from ebbtide.offload.tiers.file_io import (
+    GONE,
     HEAD_BYTES,
     ChunkFiles,
     FileSystem,
     Parts,
     takes_direct_io,
 )
+from ebbtide.offload.tiers.file_scan import Scanner, chunk_path
 from ebbtide.offload.tiers.file_settings import POLICIES, FileSettings, parse_url
 
-SUFFIX = ".kv"
 LOOK_S = 1.0  # how often the directory is looked at for what others did ...
 LOOK_SHARE = 0.05  # ... but for no more than this share of the time
-SETTLED_NS = 10 * 10**9
-GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 CLOSED = Result(Status.FAILED, "the file tier is closed")
 
@@ -74,7 +72,7 @@ class FileTier:
         self._orphans: list[str] = []  # files of ours that could not be removed: still counted
         self._others = 0  # bytes that other processes are writing
         self._evictions = 0
-        self._looks: dict[bytes, tuple[int, bool]] = {}  # place: mtime, looked at again since
+        self._bad: set[bytes] = set()  # corrupt chunks whose files could not be removed
         self._is_loaded = False
         self._down = ""
         self._idle = threading.Condition()
@@ -91,6 +89,7 @@ class FileTier:
         self._files = ChunkFiles(
             self._fs, self._space, context.chunk_bytes, self.is_direct, settings.fsync == "always"
         )
+        self._scanner = Scanner(self._fs, self._root, self._index, self._names, self._parts.born_ns)
 
     def start(self) -> None:
         """Look at the directory now, on a thread, and from time to time."""
@@ -100,7 +99,7 @@ class FileTier:
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         if self._down or self._is_closed:
             return [False] * len(keys)
-        return [self._index.size(self._space + key) is not None for key in keys]
+        return [self._is_known(self._space + key) for key in keys]
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
         return self._each(self._read, keys, buffers)
@@ -142,13 +141,15 @@ class FileTier:
             self._parts.beat()
             self._others = self._parts.sweep()
             self._remove_orphans()
-            is_whole = self._look_at_all()
+            is_whole = self._scanner.look(self._stop.is_set)
         except OSError as error:
             self._down = _sentence(error)
             return
         self._down = ""
         self._index.order()
         self._is_loaded = self._is_loaded or is_whole
+        if self._is_loaded:
+            self._trim()
 
     def _prepare(self) -> tuple[Parts, bool]:
         workshop = f"{self._root}/writing"
@@ -182,23 +183,25 @@ class FileTier:
     def _read(self, key: bytes, buffer: memoryview) -> Result:
         id = self._space + key
         try:
-            problem = self._files.read(self._path(id), key, buffer)
+            problem = self._files.read(chunk_path(self._root, id), key, buffer)
         except OSError as error:
             if error.errno not in GONE:
                 return _failure(error)
-            self._remove(id)
+            if self._index.size(id) is not None:
+                self._remove(id)
             return MISSING
         if problem:
-            self._remove(id)
-            return Result(Status.CORRUPT, f"{problem} ({self._path(id)})")
+            if self._remove(id).status is not Status.OK:
+                self._bad.add(id)  # it is not to be found again, though it is still there
+            return Result(Status.CORRUPT, f"{problem} ({chunk_path(self._root, id)})")
         self._index.touch(id)
         return OK
 
     def _write(self, key: bytes, buffer: memoryview) -> Result:
         id = self._space + key
-        if self._index.size(id) is not None:
+        if self._is_known(id):
             with contextlib.suppress(OSError):  # another process may have evicted it
-                self._fs.touch(self._path(id))
+                self._fs.touch(chunk_path(self._root, id))
                 self._index.touch(id)
                 return OK
         if not self._is_loaded:
@@ -240,13 +243,23 @@ class FileTier:
                     return False
                 evicted += victim[1]
 
+    def _trim(self) -> None:
+        """Evict what is beyond the quota: others have written, or it is smaller than it was."""
+        with contextlib.suppress(OSError):  # the next look tries again
+            while self._index.used + self._others > self._settings.size:
+                with self._names:
+                    victim = self._index.victim()
+                    if victim is None:
+                        return
+                    self._evict(*victim, None)
+
     def _evict(self, id: bytes, size: int, part: str | None) -> bool:
         """Remove a victim's file, or call it ``part`` and keep its bytes reserved. Whether it was there."""
         try:
             if part is None:
-                self._fs.remove(self._path(id))
+                self._fs.remove(chunk_path(self._root, id))
             else:
-                self._fs.rename(self._path(id), part)
+                self._fs.rename(chunk_path(self._root, id), part)
         except OSError as error:
             if error.errno in GONE:  # another process was faster
                 self._index.release(size)
@@ -262,7 +275,7 @@ class FileTier:
         return True
 
     def _publish(self, part: str, id: bytes) -> None:
-        path = self._path(id)
+        path = chunk_path(self._root, id)
         with self._names:
             try:
                 self._files.publish(part, path)
@@ -272,25 +285,28 @@ class FileTier:
                 self._index.discard(id)
                 raise
             self._index.put(id, self._files.size)
+            self._bad.discard(id)
 
     def _remove(self, id: bytes) -> Result:
         with self._names:
             try:
-                self._fs.remove(self._path(id))
+                self._fs.remove(chunk_path(self._root, id))
             except OSError as error:
                 if error.errno not in GONE:
                     return _failure(error)
             self._index.discard(id)
+            self._bad.discard(id)
         return OK
+
+    def _is_known(self, id: bytes) -> bool:
+        return self._index.size(id) is not None and id not in self._bad
 
     def _clear(self) -> Result:
         result = OK
         try:
-            for directory in self._directories(f"{self._root}/{self._space.hex()}", 1):
-                place = self._space + bytes.fromhex(directory.name)
-                for id, _ in self._chunks_in(directory.path, place):
-                    removed = self._remove(id)
-                    result = removed if result is OK else result
+            for id in self._scanner.chunks_of(self._space):
+                removed = self._remove(id)
+                result = removed if result is OK else result
         except OSError as error:
             return _failure(error)
         return result
@@ -317,79 +333,6 @@ class FileTier:
             self.refresh()
             took_s = time.monotonic() - begin
 
-    def _look_at_all(self) -> bool:
-        """Compare with the index each directory that has changed. Whether all could be."""
-        is_whole, there = True, set()
-        for space in self._directories(self._root, NAMESPACE_BYTES):
-            for entry in self._directories(space.path, 1):
-                if self._stop.is_set():
-                    return False
-                place = bytes.fromhex(space.name + entry.name)
-                there.add(place)
-                is_whole &= self._look(place, entry)
-        for place in set(self._index.places()) - there:
-            self._looks.pop(place, None)
-            self._compare(place, self._directory(place))
-        return is_whole
-
-    def _look(self, place: bytes, entry: os.DirEntry[str]) -> bool:
-        """Compare a directory, if it has changed, and once more after that: a clock's tick is coarse."""
-        try:
-            modified_ns = self._fs.entry_stat(entry).st_mtime_ns
-            looked_ns, is_settled = self._looks.get(place, (None, False))
-            if looked_ns == modified_ns and is_settled:
-                return True
-            self._compare(place, entry.path)
-        except OSError:
-            return False
-        is_settled = looked_ns == modified_ns or modified_ns < self._parts.born_ns - SETTLED_NS
-        self._looks[place] = modified_ns, is_settled
-        return True
-
-    def _compare(self, place: bytes, directory: str) -> None:
-        with self._names:
-            self._index.begin_look()
-        known = self._index.known(place)
-        seen: set[bytes] = set()
-        new: dict[bytes, tuple[int, float]] = {}
-        for id, entry in self._chunks_in(directory, place):
-            seen.add(id)
-            if id not in known:
-                with contextlib.suppress(FileNotFoundError):
-                    info = self._fs.entry_stat(entry)
-                    new[id] = info.st_size, info.st_mtime
-        with self._names:
-            self._index.end_look(place, seen, new)
-
-    def _directories(self, path: str, name_bytes: int) -> list[os.DirEntry[str]]:
-        return [
-            entry
-            for entry in self._scan(path)
-            if len(entry.name) == 2 * name_bytes and _from_hex(entry.name)
-        ]
-
-    def _chunks_in(self, directory: str, place: bytes) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
-        """The ids of the chunks in a directory. Files that we did not name are none of ours."""
-        space, first = place[:NAMESPACE_BYTES], place[NAMESPACE_BYTES:]
-        for entry in self._scan(directory):
-            key = _from_hex(entry.name[: -len(SUFFIX)])
-            if entry.name.endswith(SUFFIX) and key[:1] == first:
-                yield space + key, entry
-
-    def _scan(self, directory: str) -> list[os.DirEntry[str]]:
-        try:
-            return self._fs.scan(directory)
-        except OSError as error:
-            if error.errno in GONE:
-                return []
-            raise
-
-    def _directory(self, place: bytes) -> str:
-        return f"{self._root}/{place[:NAMESPACE_BYTES].hex()}/{place[NAMESPACE_BYTES:].hex()}"
-
-    def _path(self, id: bytes) -> str:
-        return f"{self._directory(id[:PLACE_BYTES])}/{id[NAMESPACE_BYTES:].hex()}{SUFFIX}"
-
 
 def _check_sizes(settings: FileSettings, context: TierContext) -> None:
     needed = HEAD_BYTES + context.chunk_bytes
@@ -401,13 +344,6 @@ def _check_sizes(settings: FileSettings, context: TierContext) -> None:
             f"whose file takes {needed} bytes",
             "size",
         )
-
-
-def _from_hex(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        return b""
 
 
 def _failure(error: OSError) -> Result:

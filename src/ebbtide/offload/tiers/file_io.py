@@ -30,6 +30,7 @@ ABANDONED_S = (
 )  # where files cannot be locked: a writer that was silent for so long is gone
 LOCKS_TRIED_MAX = 100
 DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
+GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 Buffer = memoryview | mmap.mmap
 
 
@@ -97,7 +98,11 @@ class Parts:
         self._numbers = itertools.count()
         self._locked = True
         self.writer, self._descriptor = self._take_lock()
-        self.born_ns = fs.stat(self._descriptor).st_mtime_ns  # by the clock of the file system
+        try:
+            self.born_ns = fs.stat(self._descriptor).st_mtime_ns  # by the clock of the file system
+        except OSError:
+            self.close()
+            raise
 
     def new_path(self) -> str:
         return f"{self._directory}/{self.writer}.{next(self._numbers)}.part"
