@@ -1,0 +1,350 @@
+"""Chunks in a Valkey or Redis server (6.0 or later), shared by all who use the same model and layout.
+
+    valkey://[user:password@]host[:port][/database][?ttl=86400&timeout=2]
+
+Schemes: valkey, redis; with TLS valkeys, rediss. ttl: seconds after its last use that a chunk is
+forgotten; 0 for never. timeout: seconds that the server may take for one batch. ca: a file with the
+certificate authority to trust.
+
+A chunk is one string, an envelope, under ``ebbtide:<namespace>:<key>``. Which chunks go when memory runs
+out is the server's business (``maxmemory``, ``maxmemory-policy``): nothing here sets it. Where it
+refuses a chunk for want of memory, the answer is FULL.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from ebbtide.errors import InputError
+from ebbtide.offload.tiers import envelope
+from ebbtide.offload.tiers.base import MISSING, OK, Result, Status, TierContext, TierStats
+from ebbtide.offload.tiers.breaker import BreakerConfig
+from ebbtide.offload.tiers.remote import Down, Line, count, one_line, seconds, settings
+
+try:
+    import valkey
+except ModuleNotFoundError:
+    valkey = None  # type: ignore[assignment]
+
+log = logging.getLogger(__name__)
+
+SCHEMES = ("valkey", "valkeys", "redis", "rediss")
+BATCH_BYTES = 8 << 20  # of chunks, in one round trip: bounds what is lost with a connection
+BATCH_KEYS = 1000  # in one round trip, where no chunks move
+VALUE_BYTES_MAX = 512 << 20  # of a string, as servers come
+_READ_BYTES = 256 << 10  # at a time from the socket
+
+Command = tuple[object, ...]
+Wanted = list[tuple[bytes, memoryview]]
+Then = Callable[[int, Any], Any]  # of the number of a command, and its answer
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyConfig:
+    host: str = "localhost"
+    port: int = 6379
+    database: int = 0
+    username: str | None = None
+    password: str | None = None
+    tls: bool = False
+    ca: str | None = None
+    ttl_s: int = 86_400
+    timeout_s: float = 2.0
+
+    @property
+    def server(self) -> str:
+        """Its name in messages: no password."""
+        return f"valkey at {self.host}:{self.port}/{self.database}"
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyStats(TierStats):
+    """``chunks``: keys of the whole database; ``bytes``, ``bytes_max``, ``evictions``: the server's own."""
+
+    policy: str = ""  # what it does when memory runs out: "noeviction", "allkeys-lru", ...
+
+
+class Envelope(NamedTuple):
+    """A value to send, from where its payload lies."""
+
+    head: bytes
+    payload: memoryview
+
+
+class Packer:
+    """Writes commands as the protocol (RESP) has them; payloads of envelopes are not copied."""
+
+    def pack(self, *args: object) -> list[bytes | memoryview]:
+        words = [*str(args[0]).split(), *args[1:]]
+        out: list[bytes | memoryview] = []
+        text = [b"*%d\r\n" % len(words)]
+        for word in words:
+            if isinstance(word, Envelope):
+                text.append(b"$%d\r\n%b" % (len(word.head) + len(word.payload), word.head))
+                out += [b"".join(text), word.payload]
+                text = [b"\r\n"]
+            else:
+                raw = word if isinstance(word, bytes) else str(word).encode()
+                text.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
+        return [*out, b"".join(text)]
+
+
+def open_valkey(url: str, context: TierContext) -> ValkeyTier:
+    """Opens even where the server cannot be reached: it may come. Raises InputError where the URL is wrong,
+    the server refuses the credentials or the database, or is a cluster."""
+    config = parse(url)
+    if valkey is None:
+        raise InputError(f"{config.server} needs a client library: install ebbtide[valkey]")
+    if context.chunk_bytes + envelope.HEADER_BYTES > VALUE_BYTES_MAX:
+        raise InputError(
+            f"a chunk of {context.chunk_bytes >> 20} MiB is larger than the 512 MiB that "
+            "Valkey keeps under a key: use fewer blocks per chunk"
+        )
+    return ValkeyTier(config, context)
+
+
+def parse(url: str) -> ValkeyConfig:
+    """Raises InputError, which does not repeat the URL: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "localhost", parts.port or 6379
+    except ValueError as error:
+        raise InputError(f"the Valkey URL is not one: {error}") from None
+    if parts.scheme not in SCHEMES:
+        raise InputError(f"a Valkey URL begins with one of {', '.join(SCHEMES)}, then ://host:port")
+    given = settings(parts.query, {"ttl": count, "timeout": seconds, "ca": str})
+    named: dict[str, Any] = {
+        {"ttl": "ttl_s", "timeout": "timeout_s"}.get(k, k): v for k, v in given.items()
+    }
+    return ValkeyConfig(
+        host=host,
+        port=port,
+        database=_database(parts),
+        username=unquote(parts.username) if parts.username else None,
+        password=unquote(parts.password) if parts.password else None,
+        tls=parts.scheme in ("valkeys", "rediss"),
+        **named,
+    )
+
+
+def _database(parts: SplitResult) -> int:
+    text = parts.path.strip("/")
+    if text and not (text.isascii() and text.isdecimal()):
+        raise InputError(
+            f"a Valkey URL ends in the number of a database, such as /0, not {parts.path!r}"
+        )
+    return int(text or 0)
+
+
+class ValkeyTier:
+    name = "valkey"
+    immediate = False
+
+    def __init__(self, config: ValkeyConfig, context: TierContext) -> None:
+        self._config = config
+        self._namespace = context.namespace
+        self._value_bytes = envelope.HEADER_BYTES + context.chunk_bytes
+        self._batch = max(1, BATCH_BYTES // self._value_bytes)
+        self._prefix = f"ebbtide:{context.namespace[:16].hex()}:"
+        self._client: Any = valkey.Valkey(connection_pool=_pool(config))
+        # One failure opens it: a retry costs a connection, and a quarter of a second without hits is cheap.
+        # A try may take a connection, and a batch each way.
+        breaker = BreakerConfig(failures_max=1, probe_s=4 * config.timeout_s)
+        self._line = Line(config.server, (valkey.ValkeyError, OSError), breaker)
+        self._greet()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        found: list[bool] = []
+        for part in _parts(len(keys), BATCH_KEYS):
+            answers = self._ask([("EXISTS", self._key(key)) for key in keys[part]])
+            found += [answer == 1 for answer in answers]
+        return found
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+        results: list[Result] = []
+        for part in _parts(len(keys), self._batch):
+            wanted = list(zip(keys[part], buffers[part], strict=True))
+            # One byte more than a chunk has shows that a value is too large, and does not bring all of it.
+            commands: list[Command] = [
+                ("GETRANGE", self._key(key), 0, self._value_bytes) for key, _ in wanted
+            ]
+            if self._config.ttl_s:
+                commands += [("EXPIRE", self._key(key), self._config.ttl_s) for key, _ in wanted]
+
+            def take(n: int, answer: Any, wanted: Wanted = wanted) -> Result:
+                return self._take(*wanted[n], answer) if n < len(wanted) else OK
+
+            results += self._ask(commands, take)[: len(wanted)]
+        corrupt = [k for k, r in zip(keys, results, strict=True) if r.status is Status.CORRUPT]
+        self.delete(corrupt)
+        return results
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+        expiry = ("EX", self._config.ttl_s) if self._config.ttl_s else ()
+        results: list[Result] = []
+        for part in _parts(len(keys), self._batch):
+            commands: list[Command] = []
+            for key, buffer in zip(keys[part], buffers[part], strict=True):
+                payload = buffer.cast("B")
+                value = Envelope(envelope.header(self._namespace, key, payload), payload)
+                commands.append(("SET", self._key(key), value, *expiry))
+            results += [self._told(answer) for answer in self._ask(commands)]
+        return results
+
+    def delete(self, keys: Sequence[bytes]) -> list[Result]:
+        results: list[Result] = []
+        for part in _parts(len(keys), BATCH_KEYS):
+            told = self._told(self._ask([("UNLINK", *map(self._key, keys[part]))])[0])
+            results += [told] * len(keys[part])
+        return results
+
+    def clear(self) -> Result:
+        """Goes through all keys of the database, since a server finds keys by their beginning in no other
+        way; other clients are served meanwhile."""
+        cursor = 0
+        while True:
+            answer = self._ask(
+                [("SCAN", cursor, "MATCH", self._prefix + "*", "COUNT", BATCH_KEYS)]
+            )[0]
+            if isinstance(answer, Down | Exception):
+                return self._told(answer)
+            cursor, names = int(answer[0]), answer[1]
+            if names:
+                told = self._told(self._ask([("UNLINK", *names)])[0])
+                if told is not OK:
+                    return told
+            if cursor == 0:
+                return OK
+
+    def stats(self) -> ValkeyStats:
+        """Asks the server."""
+        answer = self._line.ask(self._facts)
+        if isinstance(answer, Down):
+            return ValkeyStats(state=self._line.state())
+        info, keys = answer
+        return ValkeyStats(
+            chunks=keys,
+            bytes=int(info.get("used_memory", 0)),
+            bytes_max=int(info.get("maxmemory", 0)) or None,
+            evictions=int(info.get("evicted_keys", 0)),
+            state=self._line.state(),
+            policy=str(info.get("maxmemory_policy", "")),
+        )
+
+    def close(self) -> None:
+        self._line.close()
+        self._client.connection_pool.disconnect()
+
+    def _greet(self) -> None:
+        """Finds out at the start what would never work; a server that is not there yet is no such thing."""
+
+        def hello() -> str:
+            try:
+                self._client.ping()
+            except (valkey.AuthenticationError, valkey.ResponseError) as error:
+                return one_line(error)
+            return "it is a cluster" if self._facts()[0].get("cluster_enabled") else ""
+
+        trouble = self._line.ask(hello)
+        if isinstance(trouble, Down):
+            log.warning("going on without %s; it is used as soon as it answers", trouble.why)
+        elif trouble:
+            self.close()
+            raise InputError(f"{self._config.server} cannot be used: {trouble}")
+
+    def _facts(self) -> tuple[dict[str, Any], int]:
+        """What the server tells of itself, and how many keys it has: as far as this user may know."""
+        try:
+            return self._client.info(), self._client.dbsize()
+        except valkey.ResponseError:
+            return {}, 0
+
+    def _key(self, key: bytes) -> str:
+        return self._prefix + key.hex()
+
+    def _ask(self, commands: Sequence[Command], then: Then | None = None) -> list[Any]:
+        """Per command: the server's answer, its refusal (a ResponseError), or Down; or what ``then`` makes
+        of it as soon as it is there, so that only one value is held at a time."""
+        then = then or (lambda n, answer: answer)
+        answers = self._line.ask(lambda: self._exchange(commands, then))
+        if isinstance(answers, Down):
+            return [then(n, answers) for n in range(len(commands))]
+        return answers
+
+    def _exchange(self, commands: Sequence[Command], then: Then) -> list[Any]:
+        """All commands in one go, then their answers. The client's own pipeline would collect the answers
+        first, which takes 1.5 times as long for values of this size: the memory is new each time."""
+        connections = self._client.connection_pool
+        connection = connections.get_connection("")
+        answers = []
+        try:
+            connection.send_packed_command(connection.pack_commands(commands))
+            for n in range(len(commands)):
+                try:
+                    answer = connection.read_response()
+                except valkey.ResponseError as refusal:
+                    answer = refusal
+                answers.append(then(n, answer))
+        except BaseException:
+            connection.disconnect()  # answers are left in it
+            raise
+        finally:
+            connections.release(connection)
+        return answers
+
+    def _take(self, key: bytes, buffer: memoryview, answer: Any) -> Result:
+        """Copy a value that came into its buffer, and verify it there."""
+        if answer == b"":
+            return MISSING  # or an empty value: nothing is lost with it
+        payload = buffer.cast("B")
+        if isinstance(answer, bytes) and len(answer) == self._value_bytes:
+            view = memoryview(answer)
+            payload[:] = view[envelope.HEADER_BYTES :]
+            wrong = envelope.verify(view[: envelope.HEADER_BYTES], self._namespace, key, payload)
+        elif isinstance(answer, bytes):
+            wrong = f"it has not {self._value_bytes} bytes"
+        elif str(answer).startswith("WRONGTYPE"):
+            wrong = "it is no string"
+        else:
+            return self._told(answer)
+        if not wrong:
+            return OK
+        return Result(Status.CORRUPT, f"{self._config.server}, {self._key(key)}: {wrong}")
+
+    def _told(self, answer: object) -> Result:
+        """What an answer to a change means."""
+        if isinstance(answer, Down):
+            return Result(Status.FAILED, answer.why)
+        if isinstance(answer, valkey.exceptions.OutOfMemoryError):
+            return Result(Status.FULL, f"{self._config.server}: {one_line(answer)}")
+        if isinstance(answer, Exception):
+            return Result(Status.FAILED, f"{self._config.server}: {one_line(answer)}")
+        return OK
+
+
+def _pool(config: ValkeyConfig) -> Any:
+    """Connections, as many as there are threads that call at once."""
+    options: dict[str, Any] = {"connection_class": valkey.Connection}
+    if config.tls:
+        options = {"connection_class": valkey.SSLConnection, "ssl_ca_certs": config.ca}
+    return valkey.ConnectionPool(
+        host=config.host,
+        port=config.port,
+        db=config.database,
+        username=config.username,
+        password=config.password,
+        socket_timeout=config.timeout_s,
+        socket_connect_timeout=config.timeout_s,
+        socket_keepalive=True,
+        socket_read_size=_READ_BYTES,
+        command_packer=Packer(),
+        **options,
+    )
+
+
+def _parts(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
