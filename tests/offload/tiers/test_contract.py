@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ebbtide.offload.tiers.base import Tier, TierContext
+from ebbtide.errors import InputError
+from ebbtide.offload.tiers.base import Status, Tier, TierContext
 from ebbtide.offload.tiers.file import open_file
-from ebbtide.testing.tier_contract import TierContract
+from ebbtide.testing.tier_contract import Chunk, TierContract, context, opened
 from ebbtide.testing.tiers import FaultyTier, MemoryPlace, MemoryTier
 
 Open = Callable[[TierContext], Tier]
@@ -46,3 +49,29 @@ class TestFileTier(TierContract):
     def open_tier(self, tmp_path: Path, io: str, fsync: str) -> Open:
         url = f"file://{tmp_path}/kv?size={QUOTA}&floor=0&io={io}&fsync={fsync}"
         return lambda context: open_file(url, context)
+
+
+class TestTheExampleOfTheDocumentation(TierContract):
+    @pytest.fixture
+    def open_tier(self, tmp_path: Path, example: types.ModuleType) -> Open:
+        return lambda context: example.SQLiteTier(f"sqlite://{tmp_path}/kv.db", context)
+
+    @pytest.fixture(scope="class")
+    def example(self) -> types.ModuleType:
+        (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+        assert code.count("\n") < 60
+        module = types.ModuleType("ebbtide_sqlite")
+        exec(compile(code, str(DOCUMENT), "exec"), module.__dict__)
+        return module
+
+    def test_what_was_altered_is_corrupt_and_gone(self, open_tier: Open) -> None:
+        with opened(open_tier) as tier:
+            chunk = Chunk(1)
+            tier.write([chunk.key], [chunk.buffer])
+            tier.run("UPDATE chunks SET chunk = CAST(substr(chunk, 1, 900) AS BLOB)")
+            assert tier.read([chunk.key], [Chunk.blank()])[0].status is Status.CORRUPT
+            assert tier.read([chunk.key], [Chunk.blank()])[0].status is Status.MISSING
+
+    def test_a_place_that_cannot_work_is_one_sentence(self, example: types.ModuleType) -> None:
+        with pytest.raises(InputError, match="cannot open the database /no/such"):
+            example.SQLiteTier("sqlite:///no/such/kv.db", context())

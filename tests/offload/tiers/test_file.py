@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InputError
+from ebbtide.offload.policies import POLICIES
 from ebbtide.offload.tiers.base import Result, Status, TierContext
 from ebbtide.offload.tiers.file import FileTier, open_file
 from ebbtide.offload.tiers.file_io import ABANDONED_S, HEAD_BYTES, TOUCH_S, FileSystem
@@ -47,7 +48,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def make(
         chunks: int = 100, space: int = 1, files: Any = None, pages: int = 1, **settings: Any
     ) -> FileTier:
-        chosen = {"directory": str(tmp_path / "kv"), "floor": 0, "io": "buffered", **settings}
+        chosen = {
+            "directory": str(tmp_path / "kv"),
+            "floor": 0,
+            "policy": "lru",
+            "io": "buffered",
+        } | settings
         size = chunks * (HEAD_BYTES + pages * PAGE)
         tier = FileTier(FileSettings(size=size, **chosen), context(pages, space), files)
         tiers.append(tier)
@@ -202,6 +208,21 @@ def test_the_longest_unused_goes_first_even_after_a_restart(make: Make, tmp_path
     write(after, some(3, first=10))
     there = [status(after, chunk) is Status.OK for chunk in chunks]
     assert there == [True, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_any_policy_keeps_accounts(make: Make, tmp_path: Path, policy: str) -> None:
+    tier, rng = make(5, policy=policy), random.Random(1)
+    for _ in range(200):
+        chunk = Chunk(rng.randrange(12))
+        write(tier, [chunk])
+        read_one(tier, Chunk(rng.randrange(12)))
+        if rng.random() < 0.2:
+            assert_ok(tier.delete([Chunk(rng.randrange(12)).key]))
+    assert_accounts(tier, tmp_path)
+    assert tier.stats().evictions > 10
+    tier.close()
+    assert_accounts(make(5, policy=policy), tmp_path)
 
 
 def test_another_model_counts_and_goes_when_it_is_oldest(make: Make, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The file tier: chunks as files below a directory, of a bounded total size.
 
-    file:///var/cache/ebbtide?size=20GiB&floor=1GiB&fsync=never&policy=lru&io=auto
+    file:///var/cache/ebbtide?size=20GiB&floor=1GiB&fsync=never&policy=mq&io=auto
 
 A chunk's file gets its name when it is whole, and is never changed under that name. So whatever fails or
 dies, each chunk is there, or is not; what a power loss or a bad disk did to a file, its checksum tells.
@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ebbtide.errors import InputError
+from ebbtide.offload.policies import make_policy
 from ebbtide.offload.tiers.base import MISSING, OK, Result, Status, TierContext, TierStats
 from ebbtide.offload.tiers.envelope import header
 from ebbtide.offload.tiers.file_index import Index
@@ -36,7 +37,7 @@ from ebbtide.offload.tiers.file_io import (
     takes_direct_io,
 )
 from ebbtide.offload.tiers.file_scan import Scanner, chunk_path
-from ebbtide.offload.tiers.file_settings import POLICIES, FileSettings, parse_url
+from ebbtide.offload.tiers.file_settings import FileSettings, parse_url
 
 LOOK_S = 1.0  # how often the directory is looked at for what others did ...
 LOOK_SHARE = 0.05  # ... but for no more than this share of the time
@@ -67,7 +68,8 @@ class FileTier:
         self._root = settings.directory
         self._chunk_bytes = context.chunk_bytes
         _check_sizes(settings, context)
-        self._index = Index(POLICIES[settings.policy]())
+        capacity = settings.size // (HEAD_BYTES + context.chunk_bytes)
+        self._index = Index(make_policy(settings.policy, capacity))
         self._names = threading.Lock()  # what is there, and what the index says: changed together
         self._orphans: list[str] = []  # files of ours that could not be removed: still counted
         self._others = 0  # bytes that other processes are writing

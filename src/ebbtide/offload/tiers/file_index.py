@@ -45,8 +45,7 @@ class Index:
 
     def touch(self, id: bytes) -> None:
         with self._lock:
-            if self.size(id) is not None and id not in self._unordered:
-                self._policy.touch(id)
+            self._policy.touch(id)
 
     def reserve(self, size: int) -> None:
         with self._lock:
@@ -63,7 +62,7 @@ class Index:
             self._drop(id)
             self.reserved -= size
             self._add(id, size)
-            self._policy.add(id)
+            self._come_in(id)
 
     def discard(self, id: bytes) -> None:
         """A chunk is not there any more, if it ever was."""
@@ -116,7 +115,7 @@ class Index:
             with self._lock:  # others are served in between
                 for id in found[start : start + ORDERED_AT_ONCE]:
                     if self._unordered.pop(id, None) is not None:
-                        self._policy.add(id)
+                        self._come_in(id)
         with self._lock:
             self._unordered = dict(self._unordered)  # a dict that was emptied keeps its memory
 
@@ -124,6 +123,10 @@ class Index:
         self._places.setdefault(id[:PLACE_BYTES], {})[id] = size
         self.chunks += 1
         self.bytes += size
+
+    def _come_in(self, id: bytes) -> None:
+        self._policy.add(id)
+        self._policy.touch(id)  # by whoever brought it: the next one is another use
 
     def _drop(self, id: bytes) -> None:
         size = self._places.get(id[:PLACE_BYTES], {}).pop(id, None)

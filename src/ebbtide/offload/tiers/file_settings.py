@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ebbtide.errors import InputError
-from ebbtide.offload.policies import LRU, EvictionPolicy
+from ebbtide.offload.policies import DEFAULT_POLICY, POLICIES
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU}
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
@@ -25,7 +23,7 @@ class FileSettings:
     size: int = 20 << 30
     floor: int = 1 << 30
     fsync: str = "never"
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     io: str = "auto"
 
 
