@@ -19,6 +19,7 @@ from ebbtide.offload.manager import OffloadManager
 NAMES = frozenset(
     {
         "refused: can never fit",
+        "refused: too many wait",
         "preempted: while running, no step in flight",
         "preempted: while a step was in flight",
         "preempted: while loading",

@@ -24,6 +24,7 @@ from ebbtide.offload.policies import LRU, EvictionPolicy
 from ebbtide.params import SamplingParams
 from ebbtide.testing import invariants
 from ebbtide.testing.faulty import FaultyMemory
+from ebbtide.testing.rules import WatchedManager
 from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
 from ebbtide.testing.world import World
 
@@ -53,7 +54,7 @@ class Rig:
         self.injected: Counter[str] = Counter()
         self.poisoned: set[str] = set()  # every step that samples for one of these fails
         self.model = model = WitnessModel(world.groups, vocabulary=world.vocabulary)
-        self.manager = OffloadManager(
+        self.manager = WatchedManager(
             HostSlots(world.host_slots, parts.policy()),
             world.blocks_per_chunk,
             len(world.groups),
@@ -186,6 +187,7 @@ def _config(world: World, manager: OffloadManager) -> SchedulerConfig:
             load_deadline_s=world.load_deadline_s,
             max_step_retries=world.max_step_retries,
             fail_on_lost_kv=world.fail_on_lost_kv,
+            waiting_max=world.waiting_max,
         )
 
     longest = Scheduler(config(1), manager).kv.blocks_needed_max(world.length_max - 1)

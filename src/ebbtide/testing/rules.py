@@ -4,7 +4,7 @@
 load that is waited for, a bad chunk that is tried again, a token booked to the wrong source). So these
 rules compare the state before a call with the state after it. Tell them of every call::
 
-    rules.before_schedule(now);  plan = scheduler.schedule(now);  rules.after_schedule(now)
+    rules.before_schedule(now);  plan = scheduler.schedule(now);  rules.after_schedule(now, plan)
     rules.before_apply(plan, outcome);  scheduler.apply(...);     rules.after_apply(plan, outcome)
     rules.before_transfer(result);  scheduler.transferred(...);   rules.after_transfer(result)
     rules.started(transfers)        # after each call, with what it started beside the steps
@@ -13,13 +13,14 @@ rules compare the state before a call with the state after it. Tell them of ever
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+from ebbtide.core.keys import chunk_key
 from ebbtide.core.ledger import Cause, Source
 from ebbtide.core.plan import Direction, StepOutcome, StepPlan, Transfer, TransferResult
 from ebbtide.core.request import Drain, FinishReason, Request, State
-from ebbtide.core.scheduler import Scheduler
+from ebbtide.core.scheduler import SUSPECT, Scheduler
 from ebbtide.offload.host import SlotState
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.testing.invariants import Chains
@@ -37,8 +38,40 @@ class _Past(NamedTuple):
     behind: frozenset[int | None]  # the named ones among them
 
 
+class _Life(NamedTuple):
+    """An owner's time with its blocks: the full ones in the end, and the first it had by group."""
+
+    chain: tuple[bytes, ...]
+    firsts: dict[int, int]
+    dropped: int  # chunks that were counted so
+
+
+class WatchedManager(OffloadManager):
+    """Remembers the lives that have ended since ``Rules`` last looked."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lives: list[_Life] = []
+        self._firsts: dict[str, dict[int, int]] = {}
+        self._dropped: Counter[str] = Counter()
+
+    def store(self, owner: str, group: int, *arguments: Any) -> list[Transfer]:
+        *_, first, _ = arguments
+        self._firsts.setdefault(owner, {}).setdefault(group, first)
+        before = self.counters.store_dropped
+        stores = super().store(owner, group, *arguments)
+        self._dropped[owner] += self.counters.store_dropped - before
+        return stores
+
+    def end(self, owner: str, chain: Sequence[bytes], full: int) -> None:
+        before = self.counters.store_dropped
+        super().end(owner, chain, full)
+        dropped = self._dropped.pop(owner, 0) + self.counters.store_dropped - before
+        self.lives.append(_Life(tuple(chain[:full]), self._firsts.pop(owner, {}), dropped))
+
+
 class Rules:
-    def __init__(self, scheduler: Scheduler, manager: OffloadManager, chains: Chains) -> None:
+    def __init__(self, scheduler: Scheduler, manager: WatchedManager, chains: Chains) -> None:
         self._scheduler = scheduler
         self._manager = manager
         self._chains = chains
@@ -79,7 +112,7 @@ class Rules:
         self._held = {*scheduler._running.values(), *loading}
         self._preemptions = scheduler.counters.preemptions
 
-    def after_schedule(self, now: float) -> None:
+    def after_schedule(self, now: float, plan: StepPlan | None) -> None:
         scheduler = self._scheduler
         late = {request for request, _ in self._late}
         for request, transfers in self._late:
@@ -102,8 +135,37 @@ class Rules:
         for flight in scheduler.kv._flights.values():
             if flight.request is not None:
                 self._loaded.add(flight.request.id)
-        for request in stay - self._held:
+        admitted = stay - self._held
+        for request in admitted:
             self._failed_loads.pop(request, None)
+            self._check_sources(request)
+        self._check_order(admitted)
+        if plan is not None:
+            alone = len(plan.rows) == 1 and not plan.loads
+            suspects = [r for r in plan.rows if self._failures[r.request_id] >= SUSPECT]
+            assert alone or not suspects, f"{suspects} are to run alone: {plan}"
+            synced = sum(len(load.blocks) for load in plan.loads)
+            assert synced <= scheduler.config.sync_load_blocks_max, f"{synced} blocks in a step"
+
+    def _check_order(self, admitted: Iterable[Request]) -> None:
+        """Nobody who waits in the queue was overtaken there."""
+        kv, requests = self._scheduler.kv, self._scheduler.requests.values()
+        elsewhere = {r for parked in kv._parked.values() for r in parked}.union(kv.woken)
+        waiting = [r for r in requests if r.state is State.WAITING and r not in elsewhere]
+        worst = max((r.rank for r in admitted), default=(0, 0))
+        overtaken = [r for r in waiting if r.rank < worst]
+        assert not overtaken or not admitted, f"{admitted} were admitted before {overtaken}"
+
+    def _check_sources(self, request: Request) -> None:
+        """What an admitted request starts with is booked as loaded just where a load brings it."""
+        flights = self._scheduler.kv._flights.values()
+        loaded = {digest for f in flights if f.request is request for digest in f.digests}
+        seen = min(table.first for table in request.tables)
+        size = self._scheduler.config.block_size
+        for start, end, source in request.spans:
+            below = request.digests[max(start // size, seen)] in loaded
+            assert end == start + size
+            assert (source is Source.HOST) == below, f"{request!r}: {start} is from {source.name}"
 
     # --- apply -----------------------------------------------------------------------------
 
@@ -164,6 +226,8 @@ class Rules:
         most = 1 + self._scheduler.config.max_step_retries + len(request.digests)
         if request.fail_on_lost_kv or self._losses[request.id] > most:
             assert request.finish is not None, f"{request!r} goes on, though it is to end"
+        else:
+            assert request.finish is not FinishReason.ERROR, f"{request!r} ends for one loss"
 
     def _named(self, request: Request, indexes: Iterable[int]) -> list[int | None]:
         """The blocks that are found by the digests of these blocks of the request."""
@@ -234,6 +298,9 @@ class Rules:
         """After every call, with the transfers that it started."""
         slots, requests = self._manager.slots, self._scheduler.requests.values()
         self._chunks |= slots._at.keys()
+        for life in self._manager.lives:
+            self._check_all_stored(life)
+        self._manager.lives = []
         for transfer in transfers:
             if transfer.direction is Direction.STORE:
                 assert not self._bad.intersection(transfer.blocks), f"{transfer} stores bad blocks"
@@ -250,6 +317,16 @@ class Rules:
                 digest = self._chains.parent(digest)
             if self._chains.knows(digest):
                 assert digest + group in self._chunks, f"{store}: the chunk before it never was"
+
+    def _check_all_stored(self, life: _Life) -> None:
+        """Every full chunk of what a request had was stored once, or is counted as dropped."""
+        per_chunk, lacking = self._manager.blocks_per_chunk, 0
+        for group, first in life.firsts.items():
+            had = -(-first // per_chunk) * per_chunk
+            lasts = life.chain[had + per_chunk - 1 :: per_chunk]
+            lacking += sum(chunk_key(digest, group) not in self._chunks for digest in lasts)
+        lacking *= self._manager.slots.num_slots > 0
+        assert lacking <= life.dropped, f"{lacking} chunks were neither stored nor counted: {life}"
 
     def _finds(self, transfer: Transfer) -> bool:
         slots = self._manager.slots

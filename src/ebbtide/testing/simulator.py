@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from ebbtide.core.output import Output
 from ebbtide.core.plan import StepOutcome, StepPlan, Transfer, TransferResult
 from ebbtide.core.request import FinishReason, Request, State
-from ebbtide.errors import InputError
+from ebbtide.errors import InputError, QueueFull
 from ebbtide.testing import invariants
 from ebbtide.testing.probes import NAMES, Probes
 from ebbtide.testing.rig import DEFAULT_PARTS, Client, Parts, Rig
@@ -178,7 +178,10 @@ class Simulation:
             self.scheduler.add(request_id, prompt, params, **options)
         except InputError as refusal:
             self._say(f"{request_id} refused: {refusal}")
-            self.probes.count("refused: can never fit")
+            full = self.scheduler.waiting >= self.world.waiting_max
+            if isinstance(refusal, QueueFull) != full:
+                raise AssertionError(f"refused: {refusal}") from refusal
+            self.probes.count(f"refused: {'too many wait' if full else 'can never fit'}")
             return
         request = self.scheduler.requests[request_id]
         poisoned = self.rig.strikes("poison")
@@ -195,7 +198,7 @@ class Simulation:
         self.rig.injected["late_load"] += len(late)
         self.rules.before_schedule(self.now)
         plan = self.scheduler.schedule(self.now)
-        self.rules.after_schedule(self.now)
+        self.rules.after_schedule(self.now, plan)
         self._collect("schedule")
         self.probes.after("schedule")
         self._idle = plan is None
@@ -275,12 +278,21 @@ class Simulation:
         self._decided = True
 
     def _hear(self, outputs: Sequence[Output]) -> None:
+        stopped = []
         for output in outputs:
             client = self.clients[output.request_id]
             client.hear(output)
+            if output.finish is None and self.rng.random() < self.world.stops:
+                client.stopped = True
+                stopped.append(client.name)
             if output.finish is not None:
                 self.traffic.ended(client.prompt + client.tokens)
                 self._say(f"{output.request_id} ends: {output.finish.value} {output.message}")
+        for request_id in stopped:
+            self._say(f"{request_id} is stopped")
+            self.scheduler.end(request_id, FinishReason.STOP)
+        if stopped:
+            self._hear(self.scheduler.take_outputs())
 
     # --- checks ----------------------------------------------------------------------------
 

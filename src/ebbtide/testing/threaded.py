@@ -23,7 +23,7 @@ from dataclasses import replace
 from ebbtide.core.output import Output
 from ebbtide.core.plan import StepOutcome, StepPlan, Transfer, TransferResult
 from ebbtide.engine.loop import EngineLoop
-from ebbtide.errors import InputError
+from ebbtide.errors import InputError, QueueFull
 from ebbtide.offload.mover import Mover
 from ebbtide.testing.rig import DEFAULT_PARTS, Client, Parts, Rig
 from ebbtide.testing.world import NEVER_S, Traffic, World
@@ -105,7 +105,11 @@ class ThreadedSimulation:
             except InputError:
                 continue  # it can never fit
             self.clients[name] = Client(name, prompt, params, length_max, poisoned)
-            loop.add([(name, prompt, params)], **options)
+            try:
+                loop.add([(name, prompt, params)], **options)
+            except QueueFull:
+                del self.clients[name]
+                continue
             traffic.ended(prompt)
             if rng.random() < 4 * self.world.faults.abort:
                 self.rig.injected["abort"] += 1

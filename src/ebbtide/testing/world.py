@@ -85,7 +85,8 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """``spare``: size of the pool beyond (or below) what the longest request needs."""
+    """``spare``: size of the pool beyond (or below) what the longest request needs. ``stops``: how
+    often an owner ends its request at a token, as when a stop string is found."""
 
     groups: tuple[KVGroup, ...]
     block_size: int
@@ -102,6 +103,8 @@ class World:
     spare: float
     vocabulary: int
     requests: int
+    waiting_max: int
+    stops: float
     faults: Faults
     length_max: int = 72
 
@@ -114,7 +117,7 @@ class World:
             overlap=rng.choice((1, 2)),
             step_tokens_max=rng.choice((2, 5, 16, 64)),
             batch_max=rng.choice((1, 3, 6, 10)),
-            sync_load_blocks_max=rng.choice((0, 0, 3, 100)),
+            sync_load_blocks_max=rng.choice((0, 3, 8, 100)),
             load_deadline_s=rng.choice((4.0, NEVER_S)),
             max_step_retries=rng.choice((0, 2, 3, 5)),
             fail_on_lost_kv=rng.random() < 0.2,
@@ -123,6 +126,8 @@ class World:
             spare=rng.choice((-0.3, 0.0, 0.0, 0.05, 0.2, 1.0)),
             vocabulary=rng.choice((2, 6, 50)),
             requests=rng.choice((6, 16, 28)),
+            waiting_max=rng.choice((3, 100, 100)),
+            stops=rng.choice((0.0, 0.03)),
             faults=Faults.draw(rng),
         )
 
@@ -155,6 +160,7 @@ class Traffic:
         options = {
             "priority": rng.choice((0, 0, 0, 1)),
             "cache_salt": rng.choice(("", "", "", "", "tenant", "other")),
+            "fail_on_lost_kv": rng.choice((None, None, None, False, True)),
         }
         return prompt, params, options
 
