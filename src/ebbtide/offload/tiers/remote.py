@@ -34,11 +34,14 @@ class Line:
         errors: tuple[type[Exception], ...],
         config: BreakerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        describe: Callable[[Exception], str] | None = None,
     ) -> None:
-        """``server``: its name in messages. ``errors``: what says that it did not answer."""
+        """``server``: its name in messages. ``errors``: what says that it did not answer; ``describe`` puts
+        them in one line."""
         self._server = server
         self._errors = errors
         self._clock = clock
+        self._describe = describe or one_line
         self._changed = threading.Condition()  # and the lock of all that follows
         self._breaker = Breaker(config)
         self._why = ""
@@ -53,7 +56,7 @@ class Line:
         try:
             answer = question()
         except self._errors as error:
-            return self._failed(ticket, one_line(error))
+            return self._failed(ticket, self._describe(error))
         else:
             self._succeeded(ticket)
             return answer
