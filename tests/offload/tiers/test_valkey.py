@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import valkey
-from tests.offload.tiers.servers import Process, redis_server
+from tests.offload.tiers.servers import Process, free_ports, redis_server
 
 from ebbtide.errors import InputError
 from ebbtide.offload.tiers import valkey as module
@@ -142,11 +144,42 @@ class TestServer:
                 open_valkey(f"redis://kv:s3%3Acr%25t@{where}/99", context())
 
     def test_a_cluster_is_refused(self, tmp_path: Path) -> None:
+        (bus,) = free_ports(1)
+        options = ("--cluster-enabled", "yes", "--cluster-port", str(bus))
         with (
-            redis_server(tmp_path, "--cluster-enabled", "yes") as server,
+            redis_server(tmp_path, *options) as server,
             pytest.raises(InputError, match="it is a cluster"),
         ):
             open_valkey(url(server), context())
+
+    def test_tls(self, tmp_path: Path) -> None:
+        """With an authority of one's own; a server that it does not vouch for is not used."""
+        if shutil.which("openssl") is None:
+            pytest.skip("needs a certificate: apt-get install openssl")
+        cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+        make = (
+            f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout {key}"
+        )
+        make += f" -addext subjectAltName=DNS:localhost,IP:127.0.0.1 -out {cert}"
+        subprocess.run(make.split(), check=True, capture_output=True)
+        (port,) = free_ports(1)
+        options = [
+            "--tls-port",
+            str(port),
+            "--tls-cert-file",
+            str(cert),
+            "--tls-key-file",
+            str(key),
+        ]
+        with redis_server(tmp_path, *options, "--tls-auth-clients", "no"):
+            tier = open_valkey(f"rediss://127.0.0.1:{port}?ca={cert}", context())
+            assert_ok(tier.write([Chunk(1).key], [Chunk(1).buffer]))
+            assert_intact(tier, [Chunk(1)])
+            tier.close()
+            strict = open_valkey(f"rediss://127.0.0.1:{port}", context())
+            assert "certificate" in strict.stats().state
+            assert strict.lookup([Chunk(1).key]) == [False]
+            strict.close()
 
 
 class TestMemory:
@@ -221,6 +254,24 @@ class TestBadValues:
         client(server).delete(name)
         client(server).rpush(name, "a", "b")
         self._assert_corrupt(tier, Chunk(1), "no string")
+
+    @pytest.mark.parametrize("kept", [1, 999, 1000, 1001, 4000, 4223])
+    def test_a_value_in_pieces_that_was_cut(self, tier, server, monkeypatch, kept) -> None:
+        """Missing where a piece is: it may be going just now. Either way it is not found again."""
+        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+        name = stored(tier, server, Chunk(1))
+        assert_intact(tier, [Chunk(1)])
+        client(server).set(name, client(server).get(name)[:kept])
+        (result,) = tier.read([Chunk(1).key], [Chunk.blank()])
+        assert result.status is (Status.CORRUPT if kept > 4000 else Status.MISSING)
+        assert tier.lookup([Chunk(1).key]) == [False]
+
+    @pytest.mark.parametrize("damage", [_flip, lambda value: value + b"x", lambda value: value * 9])
+    def test_a_value_in_pieces_that_was_altered(self, tier, server, monkeypatch, damage) -> None:
+        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+        name = stored(tier, server, Chunk(1))
+        client(server).set(name, damage(client(server).get(name)))
+        self._assert_corrupt(tier, Chunk(1), "")
 
     def test_an_empty_value_is_a_miss_and_is_written_over(self, tier, server) -> None:
         client(server).set(stored(tier, server, Chunk(1)), b"")

@@ -33,13 +33,13 @@ except ModuleNotFoundError:
 log = logging.getLogger(__name__)
 
 SCHEMES = ("valkey", "valkeys", "redis", "rediss")
+PIECE_BYTES = 1 << 20  # of a value, per answer: the client takes twice as long over 8 MiB in one
 BATCH_BYTES = 8 << 20  # of chunks, in one round trip: bounds what is lost with a connection
 BATCH_KEYS = 1000  # in one round trip, where no chunks move
 VALUE_BYTES_MAX = 512 << 20  # of a string, as servers come
 _READ_BYTES = 256 << 10  # at a time from the socket
 
 Command = tuple[object, ...]
-Wanted = list[tuple[bytes, memoryview]]
 Then = Callable[[int, Any], Any]  # of the number of a command, and its answer
 
 
@@ -73,6 +73,38 @@ class Envelope(NamedTuple):
 
     head: bytes
     payload: memoryview
+
+
+class Arrival:
+    """A chunk that comes in pieces, each copied to its place in the buffer as soon as it is there."""
+
+    def __init__(self, key: bytes, buffer: memoryview) -> None:
+        self.key = key
+        self.payload = buffer.cast("B")
+        self.head = b""
+        self.bytes = 0  # that came
+        self.is_gone = False  # or cut: a piece of it is not there
+        self.trouble: object = None  # an error, or Down
+
+    def take(self, piece: slice, answer: object) -> None:
+        if not isinstance(answer, bytes):
+            self.trouble = answer
+            return
+        self.bytes += len(answer)
+        self.is_gone |= not answer
+        body = memoryview(answer)
+        if piece.start == 0:
+            self.head, body = answer[: envelope.HEADER_BYTES], body[envelope.HEADER_BYTES :]
+        at = max(0, piece.start - envelope.HEADER_BYTES)
+        body = body[: len(self.payload) - at]
+        self.payload[at : at + len(body)] = body
+
+    def is_spoiled(self, result: Result) -> bool:
+        """Whether the server keeps something of no use: a bad value, or the beginning of one."""
+        return result.status is Status.CORRUPT or (result is MISSING and self.bytes > 0)
+
+
+Pieces = list[tuple[Arrival, slice]]
 
 
 class Packer:
@@ -167,20 +199,30 @@ class ValkeyTier:
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
         results: list[Result] = []
         for part in _parts(len(keys), self._batch):
-            wanted = list(zip(keys[part], buffers[part], strict=True))
-            # One byte more than a chunk has shows that a value is too large, and does not bring all of it.
+            arrivals = [
+                Arrival(key, buffer) for key, buffer in zip(keys[part], buffers[part], strict=True)
+            ]
+            pieces = [
+                (each, piece)
+                for each in arrivals
+                for piece in _parts(self._value_bytes, PIECE_BYTES)
+            ]
             commands: list[Command] = [
-                ("GETRANGE", self._key(key), 0, self._value_bytes) for key, _ in wanted
+                ("GETRANGE", self._key(each.key), piece.start, self._last(piece))
+                for each, piece in pieces
             ]
             if self._config.ttl_s:
-                commands += [("EXPIRE", self._key(key), self._config.ttl_s) for key, _ in wanted]
+                commands += [("EXPIRE", self._key(key), self._config.ttl_s) for key in keys[part]]
 
-            def take(n: int, answer: Any, wanted: Wanted = wanted) -> Result:
-                return self._take(*wanted[n], answer) if n < len(wanted) else OK
+            def take(n: int, answer: Any, pieces: Pieces = pieces) -> None:
+                if n < len(pieces):
+                    arrival, piece = pieces[n]
+                    arrival.take(piece, answer)
 
-            results += self._ask(commands, take)[: len(wanted)]
-        corrupt = [k for k, r in zip(keys, results, strict=True) if r.status is Status.CORRUPT]
-        self.delete(corrupt)
+            self._ask(commands, take)
+            verdicts = [self._judge(each) for each in arrivals]
+            self.delete([a.key for a, r in zip(arrivals, verdicts, strict=True) if a.is_spoiled(r)])
+            results += verdicts
         return results
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
@@ -296,24 +338,27 @@ class ValkeyTier:
             connections.release(connection)
         return answers
 
-    def _take(self, key: bytes, buffer: memoryview, answer: Any) -> Result:
-        """Copy a value that came into its buffer, and verify it there."""
-        if answer == b"":
-            return MISSING  # or an empty value: nothing is lost with it
-        payload = buffer.cast("B")
-        if isinstance(answer, bytes) and len(answer) == self._value_bytes:
-            view = memoryview(answer)
-            payload[:] = view[envelope.HEADER_BYTES :]
-            wrong = envelope.verify(view[: envelope.HEADER_BYTES], self._namespace, key, payload)
-        elif isinstance(answer, bytes):
+    def _last(self, piece: slice) -> int:
+        """Number of the last byte to ask for. At the end one more than there should be: so a value that is
+        too large is noticed, and does not come whole."""
+        is_last = piece.stop == self._value_bytes
+        return self._value_bytes if is_last else int(piece.stop) - 1
+
+    def _judge(self, arrival: Arrival) -> Result:
+        trouble = arrival.trouble
+        if trouble is None and arrival.is_gone:
+            return MISSING
+        if trouble is None:
             wrong = f"it has not {self._value_bytes} bytes"
-        elif str(answer).startswith("WRONGTYPE"):
+            if arrival.bytes == self._value_bytes:
+                wrong = envelope.verify(arrival.head, self._namespace, arrival.key, arrival.payload)
+        elif str(trouble).startswith("WRONGTYPE"):
             wrong = "it is no string"
         else:
-            return self._told(answer)
+            return self._told(trouble)
         if not wrong:
             return OK
-        return Result(Status.CORRUPT, f"{self._config.server}, {self._key(key)}: {wrong}")
+        return Result(Status.CORRUPT, f"{self._config.server}, {self._key(arrival.key)}: {wrong}")
 
     def _told(self, answer: object) -> Result:
         """What an answer to a change means."""
