@@ -56,7 +56,11 @@ class EvictionPolicy(Protocol):
 
 
 class LRU:
-    """The least recently used chunk goes first."""
+    """The least recently used chunk goes first.
+
+    Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies", IBM Systems
+    Journal 9(2), 1970.
+    """
 
     def __init__(self, capacity: int = 0) -> None:  # the same with any capacity
         self._keys: OrderedDict[bytes, None] = OrderedDict()
@@ -154,7 +158,7 @@ class _TwoQueues(ABC):
 class ARC(_TwoQueues):
     """Chunks used once, and more than once, each least recent first; ghosts say which list is too short.
 
-    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, section III.B,
+    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, section IV,
     figure 4. T1 and T2 are ``_new`` and ``_proven``. Room is made before it is known for whom, so REPLACE
     does not look at the page to come, and p moves when that comes.
     """
@@ -246,11 +250,11 @@ class MQ(_TwoQueues):
     """Chunks that were used again go after all others, unless unused for the lifetime; ghosts remember.
 
     Zhou, Philbin and Li, "The Multi-Queue Replacement Algorithm for Second Level Buffer Caches", USENIX
-    ATC 2001, section 4, with two queues (the traces gain nothing by more): Q0 and Q1 are ``_new`` and
-    ``_proven``, Qout the ghosts, the number of a chunk the time of its last use, counted in uses of any.
-    The lifetime is to be the "peak temporal distance": here the distance that 9 of 10 repeated uses stay
-    under, found as they come (Robbins and Monro, 1951: each that is over it raises it a bit, each under
-    lowers it by a ninth of that).
+    ATC 2001, section "Multi-Queue Algorithm", with two queues (more gain little on the traces): Q0 and Q1
+    are ``_new`` and ``_proven``, Qout the ghosts, the number of a chunk the time of its last use, counted
+    in uses of any. The lifetime is to be the "peak temporal distance": here the distance that 9 of 10
+    repeated uses stay under, found as they come (Robbins and Monro, 1951: each that is over it raises it a
+    bit, each under lowers it by a ninth of that).
     """
 
     GHOSTS_PER_CHUNK = 4  # how long the way back may be at small capacities
