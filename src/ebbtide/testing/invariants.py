@@ -175,30 +175,30 @@ def _check_written(
 # --- host slots ----------------------------------------------------------------------------
 
 
+_BUSY = (SlotState.FILLING, SlotState.DRAINING)
+
+
 def check_host(manager: OffloadManager, moving: Sequence[Transfer]) -> None:
     """Pins equal loads in flight; a slot is filling or draining only while a transfer uses it."""
     slots = manager.slots
     loads = Counter(t.slot for t in moving if t.direction is Direction.LOAD)
     fills = Counter(t.slot for t in moving if t.direction is Direction.STORE)
-    found: dict[bytes, int] = {}
-    free: list[int] = []
-    for number, slot in enumerate(slots._slots):
-        state = slot.state
-        if state is SlotState.READY or state is SlotState.FILLING:
-            found[slot.key] = number
-        if number not in loads and number not in fills:
-            quiet = state is SlotState.FREE or state is SlotState.READY
-            assert quiet, f"slot {number} is {state.name}, but nobody uses it"
-            assert not slot.pins, f"slot {number}: {slot}, pins differ"
-            if state is SlotState.FREE:
-                free.append(number)
-        elif number in fills:
+    fills_or_loads = {*loads, *fills}
+    states = [slot.state for slot in slots._slots]
+    ready, filling = SlotState.READY, SlotState.FILLING
+    found = {slots._slots[i].key: i for i, s in enumerate(states) if s is ready or s is filling}
+    free = [i for i, state in enumerate(states) if state is SlotState.FREE]
+    busy = {i for i, slot in enumerate(slots._slots) if slot.pins or slot.state in _BUSY}
+    assert busy <= fills_or_loads, f"slots {busy - fills_or_loads}: nobody uses them"
+    for number in fills_or_loads:
+        slot = slots._slots[number]
+        if number in fills:
             filled = fills[number] == 1 and not slot.pins and number not in loads
             assert filled, f"slot {number} has {fills[number]} stores, {slot.pins} loads"
-            assert state in (SlotState.FILLING, SlotState.DRAINING), f"slot {number}: {slot}"
+            assert slot.state in _BUSY, f"slot {number}: {slot}"
         else:
             assert slot.pins == loads[number], f"slot {number}: {slot}, pins differ"
-            assert state in (SlotState.READY, SlotState.DRAINING), f"slot {number}: {slot}"
+            assert slot.state in (ready, SlotState.DRAINING), f"slot {number}: {slot}"
     assert found == slots._at, "the index of the slots differs"
     assert sorted(slots._free) == free, "the free list of the slots differs"
     assert manager._stores == sum(fills.values()), "stores in flight differ"

@@ -89,12 +89,23 @@ class Rig:
             raises = True
         outcome = self.executor.run(plan)
         bad = outcome.invalid_blocks | faulty.noticed(plan)
-        if self.strikes("spurious"):
-            bad |= {faulty.any_block()}
+        bad |= self._reported()
         if raises:
             faulty.spoil_written(plan)
             return StepOutcome(error=RuntimeError("injected"))
         return StepOutcome(outcome.tokens, invalid_blocks=bad)
+
+    def _reported(self) -> set[int]:
+        """Sound blocks that the step is to report as bad: more often while a request drains, and then
+        one of its blocks."""
+        if not self.faults.spurious:
+            return set()
+        draining = list(self.scheduler._draining.values())
+        blocks = [block for r in draining for table in r.tables for block in table.blocks]
+        if blocks and self.rng.random() < 0.3:
+            self.injected["spurious"] += 1
+            return {self.rng.choice(blocks)}
+        return {self.faulty.any_block()} if self.strikes("spurious") else set()
 
     def check_end(self, clients: Sequence[Client]) -> None:
         """Everything has ended: nothing is left, and nothing has happened without a cause."""

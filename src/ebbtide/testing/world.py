@@ -86,7 +86,8 @@ class Faults:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """``spare``: size of the pool beyond (or below) what the longest request needs. ``stops``: how
-    often an owner ends its request at a token, as when a stop string is found."""
+    often an owner ends its request at a token, as when a stop string is found. talkative: short prompts,
+    long outputs, which outgrow the pool."""
 
     groups: tuple[KVGroup, ...]
     block_size: int
@@ -105,6 +106,7 @@ class World:
     requests: int
     waiting_max: int
     stops: float
+    talkative: bool
     faults: Faults
     length_max: int = 72
 
@@ -128,6 +130,7 @@ class World:
             requests=rng.choice((6, 16, 28)),
             waiting_max=rng.choice((3, 100, 100)),
             stops=rng.choice((0.0, 0.03)),
+            talkative=rng.random() < 0.3,
             faults=Faults.draw(rng),
         )
 
@@ -147,11 +150,12 @@ class Traffic:
     def request(self) -> tuple[list[int], SamplingParams, dict[str, Any]]:
         """Prompt, parameters, and the other arguments of ``Scheduler.add``."""
         rng = self._rng
-        prompt = self._prompt()[: self._world.length_max - 1]
+        talkative = self._world.talkative
+        prompt = self._prompt()[: rng.randrange(1, 12) if talkative else self._world.length_max - 1]
         self._said.append(prompt)
         stops = rng.sample(range(self._world.vocabulary), min(3, self._world.vocabulary // 4))
         params = SamplingParams(
-            max_tokens=rng.choice((1, 2, rng.randrange(1, 25), rng.choice((12, None)))),
+            max_tokens=None if talkative else rng.choice((1, 2, rng.randrange(1, 25), 12, None)),
             seed=rng.choice((1, 2, 3)),
             temperature=0.0,
             stop_token_ids=frozenset(stops) if rng.random() < 0.4 else frozenset(),

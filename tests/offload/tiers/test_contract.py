@@ -51,18 +51,19 @@ class TestFileTier(TierContract):
         return lambda context: open_file(url, context)
 
 
+@pytest.fixture(scope="module")
+def example() -> types.ModuleType:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert code.count("\n") < 60
+    module = types.ModuleType("ebbtide_sqlite")
+    exec(compile(code, str(DOCUMENT), "exec"), module.__dict__)
+    return module
+
+
 class TestTheExampleOfTheDocumentation(TierContract):
     @pytest.fixture
     def open_tier(self, tmp_path: Path, example: types.ModuleType) -> Open:
         return lambda context: example.SQLiteTier(f"sqlite://{tmp_path}/kv.db", context)
-
-    @pytest.fixture(scope="class")
-    def example(self) -> types.ModuleType:
-        (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-        assert code.count("\n") < 60
-        module = types.ModuleType("ebbtide_sqlite")
-        exec(compile(code, str(DOCUMENT), "exec"), module.__dict__)
-        return module
 
     def test_what_was_altered_is_corrupt_and_gone(self, open_tier: Open) -> None:
         with opened(open_tier) as tier:
