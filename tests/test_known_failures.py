@@ -16,8 +16,8 @@ import sys
 import pytest
 
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.keys import root_digest
 from ebbtide.core.request import FinishReason, State
+from ebbtide.keys import root_digest
 
 from .core.harness import Harness, both, tokens
 
@@ -435,7 +435,7 @@ def test_the_memory_cap_is_enforced(overlap: int) -> None:
 
 def test_keys_are_the_same_in_another_process() -> None:
     """LMCache #1139: keys differ between processes, so that nothing outlives one."""
-    code = "from ebbtide.core.keys import *; print(root_digest(b'n', {'salt': 's'}).hex())"
+    code = "from ebbtide.keys import *; print(root_digest(b'n', {'salt': 's'}).hex())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == root_digest(b"n", {"salt": "s"}).hex()
 

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.keys import root_digest
 from ebbtide.core.output import Output
 from ebbtide.core.plan import Direction, StepOutcome, StepPlan, Transfer, TransferResult
 from ebbtide.core.request import FinishReason, Request, State
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
+from ebbtide.keys import root_digest
 from ebbtide.offload.arena import Arena
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
@@ -221,7 +221,7 @@ class Harness:
     def report(self, name: str) -> dict[str, int]:
         """Token counts of an ended request: by source, and recomputed by cause."""
         report = next(o.report for o in self.heard if o.request_id == name and o.report)
-        counts = {source.value: count for source, count in report.sources.items()}
+        counts = dict(report.sources)
         return counts | {cause.value: count for cause, count in report.recomputed.items()}
 
     def sources(self, name: str) -> tuple[int, int, int]:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.core.keys import block_digest
 from ebbtide.core.request import LEGAL, Drain, Request, State
+from ebbtide.keys import block_digest
 from ebbtide.params import RepetitionStop, SamplingParams
 
 

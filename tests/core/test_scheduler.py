@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.core.ledger import Source
+from ebbtide.core.ledger import COMPUTED, DEVICE, HOST
 from ebbtide.core.plan import StepOutcome, TokenLogprob
 from ebbtide.core.request import FinishReason
 
@@ -45,8 +45,8 @@ def test_counters_are_the_sums_of_the_reports() -> None:
         h.add(name, tokens(9, start=ord(name) % 2), max_tokens=12)
     h.run()
     counters = h.scheduler.counters
-    for source in Source:
-        total = sum(h.report(name)[source.value] for name in "abc")
+    for source in (DEVICE, HOST, COMPUTED):
+        total = sum(h.report(name)[source] for name in "abc")
         assert counters.prompt_tokens[source] == total
     assert counters.generated_tokens == 36
     assert counters.finished[FinishReason.LENGTH] == 3

@@ -28,6 +28,11 @@ def stored(m: OffloadManager, full: int = 8, group: int = 0) -> list[Transfer]:
     return stores
 
 
+def load(m: OffloadManager, group: int, index: int, blocks: list[int]) -> list[Transfer]:
+    (loads,) = m.load(CHAIN, [(group, index, blocks)])
+    return loads
+
+
 def has(m: OffloadManager, group: int = 0) -> list[int]:
     return [index for index in range(len(CHAIN)) if m.has(group, CHAIN, index)]
 
@@ -54,7 +59,7 @@ def test_a_chunk_is_not_found_by_a_chain_that_ends_inside_it() -> None:
 def test_loads_are_cut_at_chunks_and_pin_their_slots() -> None:
     m = manager()
     stores = stored(m)
-    loads = m.load(0, CHAIN, 1, [1, 2, 3, 4])
+    loads = load(m, 0, 1, [1, 2, 3, 4])
     assert [(t.offset, t.blocks) for t in loads] == [(1, (1,)), (0, (2, 3)), (0, (4,))]
     assert [t.slot for t in loads] == [t.slot for t in stores[:3]]
     assert m.slots.pins == 3
@@ -74,7 +79,7 @@ def test_groups_have_chunks_of_their_own() -> None:
 def test_a_failed_load_drops_the_chunk() -> None:
     m = manager()
     stored(m)
-    loads = m.load(0, CHAIN, 2, [1, 2])
+    loads = load(m, 0, 2, [1, 2])
     finish(m, loads, "checksum")
     assert has(m) == [0, 1, 4, 5, 6, 7]
     assert m.slots.in_use == 3
@@ -83,7 +88,7 @@ def test_a_failed_load_drops_the_chunk() -> None:
 def test_a_failed_load_does_not_drop_what_has_been_stored_anew() -> None:
     m = manager()
     stored(m)
-    old = m.load(0, CHAIN, 0, [1, 2])
+    old = load(m, 0, 0, [1, 2])
     m.forget(CHAIN, 0)
     finish(m, m.store("a", 0, CHAIN, 2, 0, [3, 4]))
     finish(m, old, "late and wrong")
@@ -93,7 +98,7 @@ def test_a_failed_load_does_not_drop_what_has_been_stored_anew() -> None:
 def test_abandoning_a_load_does_not_drop_what_has_been_stored_anew() -> None:
     m = manager()
     stored(m)
-    (old,) = m.load(0, CHAIN, 0, [1, 2])
+    (old,) = load(m, 0, 0, [1, 2])
     m.forget(CHAIN, 0)
     finish(m, m.store("a", 0, CHAIN, 2, 0, [3, 4]))
     m.abandon(old)
@@ -103,11 +108,11 @@ def test_abandoning_a_load_does_not_drop_what_has_been_stored_anew() -> None:
 def test_an_abandoned_load_is_found_no_more_but_keeps_its_slot() -> None:
     m = manager()
     stored(m)
-    (load,) = m.load(0, CHAIN, 0, [1, 2])
-    m.abandon(load)
+    (late,) = load(m, 0, 0, [1, 2])
+    m.abandon(late)
     assert has(m) == [2, 3, 4, 5, 6, 7]
     assert m.slots.in_use == 4
-    finish(m, [load])
+    finish(m, [late])
     assert m.slots.in_use == 3
 
 
@@ -190,7 +195,7 @@ def test_forgetting_reaches_what_is_just_being_stored() -> None:
 def test_clear_drops_everything_also_what_is_in_flight() -> None:
     m = manager()
     stored(m, full=4)
-    loads = m.load(0, CHAIN, 0, [1, 2])
+    loads = load(m, 0, 0, [1, 2])
     stores = m.store("a", 0, CHAIN, 8, 0, list(range(8)))
     m.clear()
     assert has(m) == []

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.ledger import Source, Span
+from ebbtide.core.ledger import DEVICE, HOST, Source, Span
 from ebbtide.core.matching import Match, match
 from ebbtide.core.plan import Table, Transfer, TransferResult
 from ebbtide.core.pool import BlockPool
@@ -118,16 +118,20 @@ class KVManager:
             self.retry_at = self.pool.released + lacking
             return None
         self.pool.hold(hits)
-        loads: list[Transfer] = []
+        runs: list[tuple[int, int, Sequence[int]]] = []
         tables = []
         for group, (first, found) in enumerate(zip(match.first, match.found, strict=True)):
             blocks = [b if b is not None else self.pool.take(1)[0] for b in found]
-            loads += self._fill_holes(request, group, Table(first, blocks), found)
+            for missing, run in groupby(enumerate(found), lambda place: place[1] is None):
+                if missing:
+                    holes = [i for i, _ in run]
+                    runs.append((group, first + holes[0], [blocks[i] for i in holes]))
             tables.append(Table(first, blocks + self.pool.take(ends[group] - match.blocks)))
         request.tables = tuple(tables)
-        request.loads = {load.id for load in loads}
         request.capacity = min(ends) * self.block_size
-        self._start_positions(request, match)
+        loads, sources = self._load(request, runs)
+        request.loads = {load.id for load in loads}
+        self._start_positions(request, match, sources)
         return loads
 
     def _first_end(self, request: Request, match: Match, group: KVGroup) -> int:
@@ -137,37 +141,36 @@ class KVManager:
             end = min(end, match.blocks * self.block_size + self._fed_max)
         return -(-end // self.block_size)
 
-    def _fill_holes(
-        self, request: Request, group: int, table: Table, found: Sequence[int | None]
-    ) -> list[Transfer]:
-        """Loads for every run of blocks of the table that were not found on the device."""
+    def _load(
+        self, request: Request, runs: Sequence[tuple[int, int, Sequence[int]]]
+    ) -> tuple[list[Transfer], dict[int, Source]]:
+        """Start filling the runs (group, index, blocks). Also says where each block index comes from;
+        where several groups load it, the farthest tier counts."""
         started: list[Transfer] = []
-        for missing, run in groupby(range(len(found)), lambda i: found[i] is None):
-            if not missing:
-                continue
-            holes = list(run)
-            at = table.first + holes[0]
-            blocks = [table.blocks[i] for i in holes]
-            loads = self._offload.load(group, request.digests, at, blocks)
+        sources: dict[int, Source] = {}
+        if not runs:
+            return started, sources
+        for (group, at, _), loads in zip(
+            runs, self._offload.load(request.digests, runs), strict=True
+        ):
             for load in loads:
                 names = tuple(request.digests[at : at + len(load.blocks)])
                 self._flights[load.id] = _Flight(load, group, names, request)
                 self.pool.hold(load.blocks)
+                for index in range(at, at + len(load.blocks)):
+                    sources[index] = load.tier or sources.get(index, HOST)
                 at += len(load.blocks)
             started += loads
-        return started
+        return started, sources
 
-    def _start_positions(self, request: Request, match: Match) -> None:
+    def _start_positions(self, request: Request, match: Match, loaded: dict[int, Source]) -> None:
         size = self.block_size
-        loaded = match.loaded
         request.scheduled = match.blocks * size
         request.published = match.blocks
         request.boundary = request.scheduled + size
         request.committed = min(loaded, default=match.blocks) * size
         seen = min(match.first)  # a block that no group sees counts like the first that one does
-        source = [
-            Source.HOST if max(i, seen) in loaded else Source.DEVICE for i in range(match.blocks)
-        ]
+        source = [loaded.get(max(i, seen), DEVICE) for i in range(match.blocks)]
         request.spans = tuple(Span(i * size, (i + 1) * size, s) for i, s in enumerate(source))
         news = max(request.scheduled, request.ledger.reached) + 1
         request.settled = max(request.prompt_length, news)

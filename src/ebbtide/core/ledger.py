@@ -10,11 +10,10 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-
-class Source(enum.Enum):
-    DEVICE = "device"  # found in a block on the device
-    HOST = "host"  # loaded from the host tier
-    COMPUTED = "computed"
+Source = str  # DEVICE, COMPUTED, HOST, or the name of a tier below it
+DEVICE = "device"  # found in a block on the device
+HOST = "host"  # loaded from the host tier
+COMPUTED = "computed"
 
 
 class Cause(enum.Enum):
@@ -36,7 +35,7 @@ class Ledger:
     def __init__(self, prompt_length: int) -> None:
         self.prompt_length = prompt_length
         self.reached = 0
-        self.sources = dict.fromkeys(Source, 0)
+        self.sources = dict.fromkeys((DEVICE, HOST, COMPUTED), 0)
         self.recomputed = dict.fromkeys(Cause, 0)
 
     def commit(self, span: Span, cause: Cause) -> int:
@@ -46,8 +45,8 @@ class Ledger:
         """
         fresh = min(span.end, self.prompt_length) - max(span.start, self.reached)
         if fresh > 0:
-            self.sources[span.source] += fresh
-        computed = span.source is Source.COMPUTED
+            self.sources[span.source] = self.sources.get(span.source, 0) + fresh
+        computed = span.source == COMPUTED
         again = max(0, min(span.end, self.reached) - span.start) if computed else 0
         self.recomputed[cause] += again
         self.reached = max(self.reached, span.end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ebbtide.core.ledger import Cause, Source
+from ebbtide.core.ledger import COMPUTED, DEVICE, HOST, Cause, Source
 from ebbtide.core.plan import TokenLogprob
 from ebbtide.core.request import FinishReason
 
@@ -38,7 +38,9 @@ class Counters:
     failed_steps: int = 0
     preemptions: int = 0
     generated_tokens: int = 0
-    prompt_tokens: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
+    prompt_tokens: dict[Source, int] = field(
+        default_factory=lambda: dict.fromkeys((DEVICE, HOST, COMPUTED), 0)
+    )
     recomputed_tokens: dict[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
     finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)

@@ -53,12 +53,16 @@ class Row(NamedTuple):
 
 
 class Direction(enum.Enum):
-    LOAD = "load"  # host slot -> device blocks
+    LOAD = "load"  # host slot -> device blocks, maybe tier -> host slot before
     STORE = "store"  # device blocks -> host slot
 
 
 class Transfer(NamedTuple):
-    """Move consecutive blocks of one chunk. ``blocks[i]`` is block number ``offset + i`` of the chunk."""
+    """Move consecutive blocks of one chunk. ``blocks[i]`` is block number ``offset + i`` of the chunk.
+
+    ``tier``: where the chunk is to be read from first, into the slot; empty where the slot has it.
+    ``slot``: NO_SLOT where a chunk that is read finds no room in the host tier.
+    """
 
     id: int
     direction: Direction
@@ -66,13 +70,21 @@ class Transfer(NamedTuple):
     slot: int
     offset: int
     blocks: tuple[int, ...]
+    tier: str = ""
+
+
+NO_SLOT = -1
 
 
 class TransferResult(NamedTuple):
-    """How a transfer ended. ``error`` is empty where it succeeded."""
+    """How a transfer ended. ``error`` is empty where it succeeded.
+
+    ``seconds``: that the tier took to read the chunk; 0 where it was not measured.
+    """
 
     transfer: Transfer
     error: str = ""
+    seconds: float = 0.0
 
 
 class TokenLogprob(NamedTuple):
@@ -101,12 +113,14 @@ class StepOutcome:
     logprobs: row index -> log-probabilities, for the rows that asked.
     invalid_blocks: blocks whose content turned out bad (a failed load, a checksum, the device).
     error: set when the step as a whole failed; then nothing else in here counts.
+    seconds: that it took; 0 where it was not measured.
     """
 
     tokens: Sequence[int] = ()
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     invalid_blocks: frozenset[int] = frozenset()
     error: BaseException | None = None
+    seconds: float = 0.0
 
 
 class StepFuture(Protocol):

@@ -24,11 +24,12 @@ class Offload(Protocol):
         ...
 
     def load(
-        self, group: int, chain: Sequence[bytes], index: int, blocks: Sequence[int]
-    ) -> list[Transfer]:
-        """Fill ``blocks`` with the chain's blocks from ``index`` on, which ``has`` has just affirmed.
+        self, chain: Sequence[bytes], runs: Sequence[tuple[int, int, Sequence[int]]]
+    ) -> list[list[Transfer]]:
+        """Fill blocks with KV that ``has`` has just affirmed, all of it at once.
 
-        Pins their chunks until the transfers are ``finished``. The transfers are in the blocks' order.
+        A run ``(group, index, blocks)`` is to get the chain's blocks from ``index`` on. Per run, the
+        transfers in the blocks' order. Their chunks stay until the transfers are ``finished``.
         """
         ...
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from ebbtide.core.keys import block_digest
 from ebbtide.core.ledger import Cause, Ledger, Span
 from ebbtide.core.plan import Table
+from ebbtide.keys import block_digest
 from ebbtide.params import RepetitionDetector, SamplingParams
 
 

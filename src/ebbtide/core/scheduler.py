@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.keys import root_digest
 from ebbtide.core.kv_manager import KVManager
-from ebbtide.core.ledger import Cause, Source, Span
+from ebbtide.core.ledger import COMPUTED, Cause, Span
 from ebbtide.core.output import Counters, Output, Report
 from ebbtide.core.plan import Row, StepOutcome, StepPlan, TokenLogprob, Transfer, TransferResult
 from ebbtide.core.ports import Offload
 from ebbtide.core.request import Drain, FinishReason, Request, State
 from ebbtide.errors import InputError, QueueFull
+from ebbtide.keys import root_digest
 from ebbtide.params import SamplingParams
 
 
@@ -96,8 +96,10 @@ class Scheduler:
         priority: int = 0,
         cache_salt: str = "",
         fail_on_lost_kv: bool | None = None,
+        held: bool = False,
     ) -> None:
         """Queue a request. ``params`` come with every default filled, the seed, and all stop ids.
+        ``held``: it is not to start before ``ready`` is called.
 
         Raises InputError for one that can never run, QueueFull where too many wait.
         """
@@ -117,7 +119,14 @@ class Scheduler:
             fail_on_lost_kv=config.fail_on_lost_kv if fail_on_lost_kv is None else fail_on_lost_kv,
         )
         self.requests[request_id] = request
-        self._queue(request)
+        if not held:
+            self._queue(request)
+
+    def ready(self, request_id: str) -> None:
+        """A held request may start. No-op for one that has ended."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._queue(request)
 
     def length_max(self, prompt_length: int, max_tokens: int | None) -> int:
         """Prompt plus output at most. Raises InputError for what model or pool can never hold."""
@@ -176,7 +185,7 @@ class Scheduler:
         return next((r.load_deadline for r in self._loading.values()), None)
 
     def reset(self) -> None:
-        """Forget all cached KV. Requests that run keep theirs to themselves."""
+        """Forget all cached KV, here and below. Requests that run keep theirs to themselves."""
         self.kv.reset(r for r in self.requests.values() if r.tables)
 
     # --- scheduling ------------------------------------------------------------------------
@@ -286,7 +295,8 @@ class Scheduler:
             held += 1
             suspect = request.failed_steps >= SUSPECT
             sync_blocks = sum(len(load.blocks) for load in loads) + match.missing
-            if match.missing and sync_blocks > (0 if suspect else self.config.sync_load_blocks_max):
+            sync_max = 0 if suspect else self.config.sync_load_blocks_max
+            if match.missing and (sync_blocks > sync_max or any(load.tier for load in started)):
                 self._start_loading(request, started, now)
                 continue
             loads += started
@@ -338,8 +348,9 @@ class Scheduler:
         self.counters.generated_tokens += 1
         length = len(tokens)
         if length == request.prompt_length + 1:
+            totals = self.counters.prompt_tokens
             for source, count in request.ledger.sources.items():
-                self.counters.prompt_tokens[source] += count
+                totals[source] = totals.get(source, 0) + count
         reason = None
         if token in request.params.stop_token_ids:
             reason = FinishReason.STOP
@@ -358,7 +369,7 @@ class Scheduler:
         """Enter in the ledger what has just become certain. New ground ends a row of failures."""
         if end > request.ledger.reached:
             request.failed_steps = request.losses = 0
-        for span in (*request.spans, Span(start, end, Source.COMPUTED)):
+        for span in (*request.spans, Span(start, end, COMPUTED)):
             again = request.ledger.commit(span, request.cause)
             self.counters.recomputed_tokens[request.cause] += again
         request.spans = ()

@@ -155,7 +155,7 @@ class Engine:
             steps=counters.steps,
             failed_steps=counters.failed_steps,
             preemptions=counters.preemptions,
-            prompt_tokens={source.value: n for source, n in counters.prompt_tokens.items()},
+            prompt_tokens=dict(counters.prompt_tokens),
             generated_tokens=counters.generated_tokens,
             recomputed_tokens={c.value: n for c, n in counters.recomputed_tokens.items()},
             finished_requests={reason.value: n for reason, n in counters.finished.items()},

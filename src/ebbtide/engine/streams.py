@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ebbtide.core.ledger import Cause, Source
+from ebbtide.core.ledger import COMPUTED, DEVICE, HOST, Cause
 from ebbtide.core.output import Output, Report
 from ebbtide.core.request import FinishReason
 from ebbtide.engine.output import Delta, Usage
@@ -23,9 +23,9 @@ def usage_of(report: Report) -> Usage:
     return Usage(
         prompt_tokens=report.prompt_tokens,
         completion_tokens=report.output_tokens,
-        device=report.sources[Source.DEVICE],
-        host=report.sources[Source.HOST],
-        computed=report.sources[Source.COMPUTED],
+        device=report.sources[DEVICE],
+        host=report.sources[HOST],
+        computed=report.sources[COMPUTED],
         recomputed_preempted=report.recomputed[Cause.PREEMPTED],
         recomputed_failed=report.recomputed[Cause.FAILED],
     )

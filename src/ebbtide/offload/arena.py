@@ -26,6 +26,10 @@ class ChunkMemory(Protocol):
         """Writable view [count, block_bytes] of ``count`` blocks of a slot, from ``offset`` on."""
         ...
 
+    def buffer(self, number: int) -> memoryview:
+        """The whole slot, writable, in whole pages: what a tier reads and writes."""
+        ...
+
     def slots(self, numbers: Sequence[int]) -> Bytes:
         """A copy of whole chunks, [slot, bytes]: for inspection."""
         ...
@@ -58,6 +62,10 @@ class Arena:
         start = offset * self.block_bytes
         chunk = self._slots[number, start : start + count * self.block_bytes]
         return chunk.reshape(count, self.block_bytes)
+
+    def buffer(self, number: int) -> memoryview:
+        """The whole slot, writable, in whole pages."""
+        return memoryview(self._slots[number])
 
     def slots(self, numbers: Sequence[int]) -> Bytes:
         """A copy of whole chunks, [slot, bytes]: for inspection."""

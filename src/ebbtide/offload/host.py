@@ -8,7 +8,7 @@ States of a slot::
                          +------------> draining --last user gone--> free
 
 Only ``ready`` slots are found. A ready slot without pins may be evicted at any time, one with pins
-never. Pins are held by loads that read the slot.
+never. Pins are held by loads that read the slot, and by writes to the tiers below.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class _Slot:
     state: SlotState = SlotState.FREE
     key: bytes = b""
     pins: int = 0
+    leaving: bool = False  # chosen to make room: the policy knows it no more
 
 
 class HostSlots:
@@ -43,6 +44,10 @@ class HostSlots:
         self._free = list(range(num_slots - 1, -1, -1))
         self._at: dict[bytes, int] = {}  # filling and ready chunks
         self._policy: EvictionPolicy = LRU() if policy is None else policy
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
 
     @property
     def in_use(self) -> int:
@@ -69,16 +74,31 @@ class HostSlots:
         """A slot to fill with the chunk, evicting one if need be; None where all are in use."""
         assert key not in self._at, "the chunk is there already"
         if not self._free:
-            victim = self._policy.victim()
+            victim = self.take_victim()
             if victim is None:
                 return None
-            self.evictions += 1
-            self._free_slot(self._at.pop(victim))
+            self.evict(victim)
         at = self._free.pop()
         slot = self._slots[at]
         slot.state, slot.key = SlotState.FILLING, key
         self._at[key] = at
         return at
+
+    def take_victim(self) -> bytes | None:
+        """Choose a ready chunk without pins to make room. It can still be used until ``evict``."""
+        victim = self._policy.victim()
+        if victim is not None:
+            self._slots[self._at[victim]].leaving = True
+        return victim
+
+    def evict(self, key: bytes) -> None:
+        """The chunk that was chosen leaves; its slot is free once nobody uses it."""
+        self.evictions += 1
+        self.drop(key)
+
+    def best_first(self) -> list[bytes]:
+        """All ready chunks without pins, those that would go first last. They are all chosen to leave."""
+        return list(iter(self.take_victim, None))[::-1]
 
     def filled(self, at: int, good: bool) -> None:
         """The store into the slot has returned."""
@@ -98,8 +118,8 @@ class HostSlots:
         at = self._at[key]
         slot = self._slots[at]
         assert slot.state is SlotState.READY, f"slot {at} is {slot.state.name}"
-        if slot.pins == 0:
-            self._policy.remove(key)
+        if slot.pins == 0 and not slot.leaving:
+            self._policy.pin(key)
         slot.pins += 1
         return at
 
@@ -108,10 +128,10 @@ class HostSlots:
         assert slot.pins > 0, f"slot {at} was unpinned more often than pinned"
         slot.pins -= 1
         if slot.pins == 0:
-            if slot.state is SlotState.READY:
-                self._policy.add(slot.key)
-            else:
+            if slot.state is not SlotState.READY:
                 self._free_slot(at)
+            elif not slot.leaving:
+                self._policy.unpin(slot.key)
 
     def touch(self, key: bytes) -> None:
         """The chunk was useful. No-op where it is not there."""
@@ -123,10 +143,11 @@ class HostSlots:
         if at is None:
             return
         slot = self._slots[at]
+        if slot.state is SlotState.READY and not slot.leaving:
+            self._policy.remove(key)
         if slot.state is SlotState.FILLING or slot.pins:
             slot.state = SlotState.DRAINING
         else:
-            self._policy.remove(key)
             self._free_slot(at)
 
     def clear(self) -> None:
@@ -135,7 +156,7 @@ class HostSlots:
 
     def _free_slot(self, at: int) -> None:
         slot = self._slots[at]
-        slot.state, slot.key = SlotState.FREE, b""
+        slot.state, slot.key, slot.leaving = SlotState.FREE, b"", False
         self._free.append(at)
 
     def __repr__(self) -> str:

@@ -20,11 +20,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from ebbtide.core.plan import Direction, StepPlan, Transfer
+from ebbtide.core.plan import NO_SLOT, Direction, StepPlan, Transfer
 from ebbtide.core.pool import BlockPool
 from ebbtide.core.request import Drain, Request, State
 from ebbtide.core.scheduler import Scheduler
 from ebbtide.offload.arena import ChunkMemory
+from ebbtide.offload.below import Action, Job
 from ebbtide.offload.host import SlotState
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.testing.witness import WitnessMemory, WitnessModel, WitnessTape, Words
@@ -178,11 +179,16 @@ def _check_written(
 _BUSY = (SlotState.FILLING, SlotState.DRAINING)
 
 
-def check_host(manager: OffloadManager, moving: Sequence[Transfer]) -> None:
-    """Pins equal loads in flight; a slot is filling or draining only while a transfer uses it."""
+def check_host(
+    manager: OffloadManager, moving: Sequence[Transfer], jobs: Sequence[Job] = ()
+) -> None:
+    """Pins equal loads and writes in flight; a slot is filling or draining only while it is used."""
     slots = manager.slots
-    loads = Counter(t.slot for t in moving if t.direction is Direction.LOAD)
-    fills = Counter(t.slot for t in moving if t.direction is Direction.STORE)
+    stores = [t for t in moving if t.direction is Direction.STORE]
+    reads = [t for t in moving if t.tier]
+    loads = Counter(t.slot for t in moving if t.direction is Direction.LOAD and not t.tier)
+    loads.update(job.slot for job in jobs if job.action is Action.WRITE)
+    fills = Counter(t.slot for t in [*stores, *reads] if t.slot != NO_SLOT)
     fills_or_loads = {*loads, *fills}
     states = [slot.state for slot in slots._slots]
     ready, filling = SlotState.READY, SlotState.FILLING
@@ -201,7 +207,13 @@ def check_host(manager: OffloadManager, moving: Sequence[Transfer]) -> None:
             assert slot.state in (ready, SlotState.DRAINING), f"slot {number}: {slot}"
     assert found == slots._at, "the index of the slots differs"
     assert sorted(slots._free) == free, "the free list of the slots differs"
-    assert manager._stores == sum(fills.values()), "stores in flight differ"
+    assert manager._stores == len(stores), "stores in flight differ"
+    for tier in manager.below:
+        assert tier._reads == sum(t.tier == tier.name for t in reads), "reads in flight differ"
+        count = sum(job.tier == tier.name for job in jobs)
+        assert tier.jobs_in_flight == count, (
+            f"{tier.jobs_in_flight} jobs of {tier.name}, not {count}"
+        )
 
 
 # --- content -------------------------------------------------------------------------------
@@ -310,7 +322,9 @@ def check_drained(scheduler: Scheduler, manager: OffloadManager) -> None:
         "transfers to start": kv.outbox,
         "producers": kv._producers,
         "parked": kv._parked,
-        "stores due": manager._due,
+        "stores due": manager._progress,
+        "slots that are to leave": manager._leaving,
+        "jobs": manager.jobs_in_flight,
         "references": [b for b, count in enumerate(kv.pool._references) if count],
         "pins": [n for n, slot in enumerate(slots._slots) if slot.pins],
         "slots in between": [

@@ -9,7 +9,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
-from ebbtide.core.ledger import Cause, Source
+from ebbtide.core.ledger import DEVICE, HOST, Cause
 from ebbtide.core.plan import StepOutcome, TransferResult
 from ebbtide.core.request import Drain, FinishReason, Request, State
 from ebbtide.core.scheduler import Scheduler
@@ -183,7 +183,7 @@ class Probes:
         sources = [span.source for span in request.spans]
         self.count(
             "admitted: holes between device hits",
-            any(a is Source.HOST and b is Source.DEVICE for a, b in pairwise(sources)),
+            any(a == HOST and b == DEVICE for a, b in pairwise(sources)),
         )
         for transfer in flights:
             self._abandoned[transfer.id] = request

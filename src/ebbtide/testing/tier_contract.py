@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from ebbtide.core.keys import chunk_key
+from ebbtide.keys import chunk_key
 from ebbtide.offload.tiers.base import Result, Status, Tier, TierContext
 
 PAGE = mmap.PAGESIZE

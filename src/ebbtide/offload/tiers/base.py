@@ -45,7 +45,7 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """Keys are ``core.keys.chunk_key``; buffers are page-aligned, and exactly ``chunk_bytes`` long."""
+    """Keys are ``keys.chunk_key``; buffers are page-aligned, and exactly ``chunk_bytes`` long."""
 
     name: str
     """What metrics and messages call it: "file", "valkey", "object"."""

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.core.keys import block_digest, chunk_key, root_digest
+from ebbtide.keys import block_digest, chunk_key, root_digest
 
 texts = st.text(alphabet="ab\0=;", max_size=4)
 tags = st.dictionaries(st.sampled_from(["salt", "adapter", "namespace"]), texts, max_size=3)
@@ -62,7 +62,7 @@ def test_groups_have_chunks_of_their_own() -> None:
 def test_equal_in_a_fresh_process() -> None:
     """Whatever the process's hash seed is (LMCache #1139)."""
     code = (
-        "from ebbtide.core.keys import *;"
+        "from ebbtide.keys import *;"
         "r = root_digest(b'n', {'salt': 's', 'adapter': 'a'});"
         "print(chunk_key(block_digest(r, [1, 2, 3]), 7).hex())"
     )
