@@ -200,7 +200,7 @@ class KVManager:
             if not request.private:
                 for group, table in enumerate(request.tables):
                     self.pool.publish(group, chain[index], table.blocks[index - table.first])
-            self._produced(chain[index], request)
+                self._produced(chain[index])
         request.published = full
         request.boundary = (full + 1) * size
         self._store(request)
@@ -250,8 +250,10 @@ class KVManager:
         for digest in request.digests:
             self._produced(digest, request)
 
-    def _produced(self, digest: bytes, producer: Request) -> None:
-        if self._producers.get(digest) is producer:
+    def _produced(self, digest: bytes, producer: Request | None = None) -> None:
+        """The block can be found, whoever produced it; or its ``producer`` has given it up."""
+        expected = self._producers.get(digest)
+        if expected is not None and producer in (None, expected):
             del self._producers[digest]
             waiters = self._parked.pop(digest, ())
             self.woken += [r for r in waiters if r.state is State.WAITING]
@@ -290,8 +292,8 @@ class KVManager:
         if usable and not result.error:
             for digest, block in zip(digests, transfer.blocks, strict=False):
                 self.pool.publish(group, digest, block)
-                if request is not None and self._on_device(digest):
-                    self._produced(digest, request)
+                if self._on_device(digest):
+                    self._produced(digest)
         self.pool.drop(reversed(transfer.blocks))
         if request is None or transfer.id not in request.loads:
             return None
