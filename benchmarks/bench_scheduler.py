@@ -233,7 +233,7 @@ def hiding(requests: int, overlap: int, rounds: int, tokenizer: Tokenizer) -> di
     streams = Streams(tokenizer)
     listener = Listener(streams, WARMUP_STEPS + rounds * DEVICE_STEPS_PER_ROUND)
     mover = Mover(TransferResult, lambda: loop.wake())
-    loop = EngineLoop(bench.scheduler, device, mover, listener)
+    loop = EngineLoop(bench.scheduler, bench.manager, device, mover, listener)
     heard: list[Delta] = []
     for number in range(requests):
         streams.open(f"request-{number}", 0, PARAMS, heard.append)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from ebbtide.engine.config import EngineConfig
 from ebbtide.engine.engine import Engine, Progress
 from ebbtide.engine.output import Delta, EngineStats
+from ebbtide.offload.tiers.base import TierStats
 from ebbtide.params import SamplingParams
 
 
@@ -54,16 +55,20 @@ class AsyncEngine:
         )
         return results
 
-    def reset(self) -> None:
-        """Forget all cached KV, on the device and in every tier."""
-        self._engine.reset()
+    def reset(self, tiers: Sequence[str] | None = None) -> None:
+        """Forget all cached KV, on the device and in every tier; or that in the tiers named."""
+        self._engine.reset(tiers)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    async def close(self) -> None:
-        """Abort what is unfinished and stop."""
-        await asyncio.to_thread(self._engine.close)
+    async def tier_stats(self) -> dict[str, TierStats]:
+        """What each tier below the host tier says of itself."""
+        return await asyncio.to_thread(self._engine.tier_stats)
+
+    async def close(self) -> str:
+        """Abort what is unfinished and stop. Returns a sentence per tier on what it keeps."""
+        return await asyncio.to_thread(self._engine.close)
 
     def _flush(self) -> None:
         """On the engine's thread: one call into the event loop for all deltas of a step."""

@@ -23,6 +23,12 @@ class EngineConfig:
     overlap: plans in flight. With 2, the host's work hides behind the device's; what it costs is one
     row per request, fed in vain after its end.
     sync_load_bytes_max: loads up to this size run inside the step, larger ones beside it.
+    tiers: URLs of the tiers below the host tier, nearest first (docs/tiers.md), such as
+    "file:///var/cache/kv?size=20GiB&write=write-through".
+    store_after: KV leaves the device when so many requests have had it; 2 keeps prompts that are seen
+    once out of all tiers.
+    lookup_deadline_s: a request waits so long at most to hear what remote tiers have of its prompt.
+    close_s: the end takes so long at most, for what is in flight and what is to be kept.
     """
 
     model: str = DEFAULT_MODEL
@@ -42,6 +48,10 @@ class EngineConfig:
     load_deadline_s: float = 30.0
     max_step_retries: int = 3
     on_lost_kv: str = "recompute"
+    tiers: tuple[str, ...] = ()
+    store_after: int = 1
+    lookup_deadline_s: float = 0.1
+    close_s: float = 10.0
 
     def __post_init__(self) -> None:
         choices = {
@@ -63,15 +73,16 @@ class EngineConfig:
             "max_waiting": 1,
             "sync_load_bytes_max": 0,
             "max_step_retries": 0,
+            "store_after": 1,
         }
         for name, low in minimum.items():
             if getattr(self, name) < low:
                 raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}", name)
-        if not 0 < self.load_deadline_s <= 1e6:
-            raise InputError(
-                f"load_deadline_s must be above 0, and 1e6 at most, got {self.load_deadline_s}",
-                "load_deadline_s",
-            )
+        for name in ("load_deadline_s", "lookup_deadline_s", "close_s"):
+            if not 0 < getattr(self, name) <= 1e6:
+                raise InputError(
+                    f"{name} must be above 0, and 1e6 at most, got {getattr(self, name)}", name
+                )
         if self.max_length is not None and self.max_length < 2:
             raise InputError(f"max_length must be at least 2, got {self.max_length}")
         if self.threads is not None and self.threads < 1:

@@ -12,19 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
 from ebbtide.engine.config import MIB, EngineConfig
+from ebbtide.engine.lookups import Chunking, Lookups
 from ebbtide.engine.loop import EngineLoop
-from ebbtide.engine.output import EngineStats
+from ebbtide.engine.output import EngineStats, TierFigures
 from ebbtide.engine.streams import Sink, Streams, check_token_ids, resolve
+from ebbtide.engine.tiers import OpenTiers
 from ebbtide.errors import InputError
 from ebbtide.offload.arena import Arena, slot_bytes_for
+from ebbtide.offload.below import Below
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.offload.mover import Mover, move
+from ebbtide.offload.tiers.base import TierStats
 from ebbtide.params import SamplingParams
 
 if TYPE_CHECKING:
     from ebbtide.models.checkpoint import Checkpoint
-    from ebbtide.models.kv import KVLayout, KVMemory
+    from ebbtide.models.kv import KVLayout
 
 Progress = Callable[[str, float], None]
 
@@ -65,19 +69,43 @@ class Engine:
         num_blocks = _num_blocks(config, layout, device)
         memory = KVMemory(layout, num_blocks, device)
         arena = _arena(config, layout)
+        settings = _scheduler_config(config, checkpoint, layout, num_blocks, self.max_length)
+        self._tiers = OpenTiers.open(config.tiers, settings.namespace, arena)
         self._offload = OffloadManager(
-            HostSlots(arena.num_slots), config.blocks_per_chunk, len(layout.groups)
+            HostSlots(arena.num_slots),
+            config.blocks_per_chunk,
+            len(layout.groups),
+            below=self._tiers.below,
+            store_after=config.store_after,
         )
         self._block_bytes = layout.block_bytes
-        scheduler = Scheduler(
-            _scheduler_config(config, checkpoint, layout, num_blocks, self.max_length),
-            self._offload,
-        )
-        mover = _mover(arena, memory, lambda: self._loop.wake())
         model = LlamaModel(checkpoint.config, checkpoint.weights, layout, device)
-        executor = TorchExecutor(model, memory, mover.move)
+        mover = Mover(
+            lambda transfer: move(transfer, arena, memory),
+            lambda: self._loop.wake(),
+            self._tiers.movers(arena, memory),
+        )
         self._streams = Streams(self.tokenizer, flush)
-        self._loop = EngineLoop(scheduler, executor, mover, self._streams.listen)
+        self._loop = EngineLoop(
+            Scheduler(settings, self._offload),
+            self._offload,
+            TorchExecutor(model, memory, mover.move),
+            mover,
+            self._streams.listen,
+        )
+        if self._tiers.slow:
+            self._loop.lookups = Lookups(
+                self._tiers.slow,
+                Chunking(
+                    settings.namespace,
+                    config.block_size,
+                    config.blocks_per_chunk,
+                    len(layout.groups),
+                ),
+                config.lookup_deadline_s,
+                self._loop.found,
+                self._loop.ready,
+            )
         self._names = itertools.count(1)
         gc.collect()
         gc.freeze()  # the model's objects stay: spare the collector their scan
@@ -133,9 +161,10 @@ class Engine:
         """End these sequences; their last delta says "abort". No-op for those that have ended."""
         self._loop.end(names)
 
-    def reset(self) -> None:
-        """Forget all cached KV, on the device and in every tier."""
-        self._loop.reset()
+    def reset(self, tiers: Sequence[str] | None = None) -> None:
+        """Forget all cached KV, on the device and in every tier; or that in the tiers named ("host",
+        "file", ...) only. Raises InputError for a name that is none of theirs."""
+        self._loop.reset(tiers)
 
     def stats(self) -> EngineStats:
         return self._loop.inspect(self._stats)  # type: ignore[no-any-return]
@@ -171,11 +200,43 @@ class Engine:
                 "store": moved.stored_blocks * self._block_bytes,
             },
             host_evictions=slots.evictions,
+            tiers={tier.name: _figures(tier, self._offload) for tier in self._offload.below},
         )
 
-    def close(self) -> None:
-        """Abort what is unfinished and stop. Can be called twice."""
-        self._loop.close()
+    def tier_stats(self) -> dict[str, TierStats]:
+        """What each tier below the host tier says of itself. May take a tier's I/O."""
+        return {tier.name: tier.stats() for tier in self._tiers.tiers}
+
+    def close(self) -> str:
+        """Abort what is unfinished, let the host tier's chunks go below, and stop. Can be called twice.
+
+        Returns a sentence per tier on what it keeps, or an empty string where there is none.
+        """
+        before = {tier.name: tier.counters.write_ok for tier in self._offload.below}
+        self._loop.close(self.config.close_s)
+        kept = [
+            f"The {tier.name} tier keeps {stats.chunks} chunks ({stats.bytes / MIB:.1f} MiB), "
+            f"{below.counters.write_ok - before[tier.name]} of them written at the end."
+            for tier, below in zip(self._tiers.tiers, self._offload.below, strict=True)
+            if (stats := tier.stats())
+        ]
+        self._tiers.close()
+        return "\n".join(kept)
+
+
+def _figures(tier: Below, offload: OffloadManager) -> TierFigures:
+    counters = tier.counters
+    return TierFigures(
+        reads={"ok": counters.read_ok, "failed": counters.read_failed},
+        writes={
+            "ok": counters.write_ok,
+            "failed": counters.write_failed,
+            "dropped": counters.write_dropped,
+        },
+        left_alone=counters.left_alone,
+        chunk_seconds=tier.chunk_seconds,
+        compute_seconds=offload.compute_seconds,
+    )
 
 
 def choose_device(name: str) -> Any:
@@ -283,7 +344,3 @@ def _scheduler_config(
         fail_on_lost_kv=config.on_lost_kv == "fail",
         namespace=blake2b(checkpoint.identity + meaning, digest_size=32).digest(),
     )
-
-
-def _mover(arena: Arena, memory: KVMemory, notify: Callable[[], None]) -> Mover:
-    return Mover(lambda transfer: move(transfer, arena, memory), notify)

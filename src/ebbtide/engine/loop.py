@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ebbtide.core.output import Output
-from ebbtide.core.plan import Executor, StepFuture, StepPlan
+from ebbtide.core.plan import Executor, StepFuture, StepOutcome, StepPlan, TransferResult
 from ebbtide.core.request import FinishReason
 from ebbtide.core.scheduler import Scheduler
+from ebbtide.engine.lookups import Lookups
 from ebbtide.errors import EngineStopped, InputError
+from ebbtide.offload.below import JobResult
+from ebbtide.offload.manager import OffloadManager
 from ebbtide.offload.mover import Mover
 from ebbtide.params import SamplingParams
 
@@ -31,21 +34,36 @@ log = logging.getLogger(__name__)
 Listener = Callable[[Sequence[Output]], Iterable[str]]
 
 
+PREFILL_TOKENS = 32  # a step that feeds so many, and so many per row, says how fast prefill is
+PREFILL_TOKENS_PER_ROW = 8
+
+
 class EngineLoop:
-    """Runs ``scheduler``'s plans on ``executor`` until closed. ``listener`` is called on its thread."""
+    """Runs ``scheduler``'s plans on ``executor`` until closed. ``listener`` is called on its thread.
+
+    ``offload`` is what the scheduler stores and loads with; ``lookups`` asks its tiers that take time.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, mover: Mover, listener: Listener
+        self,
+        scheduler: Scheduler,
+        offload: OffloadManager,
+        executor: Executor,
+        mover: Mover,
+        listener: Listener,
     ) -> None:
         self._scheduler = scheduler
+        self._offload = offload
         self._executor = executor
         self._mover = mover
         self._listener = listener
+        self.lookups: Lookups | None = None  # to be set before the start
         self._overlap = scheduler.config.overlap
         self._wake = threading.Condition()  # its lock guards the scheduler
         self._in_flight: deque[tuple[StepPlan, StepFuture]] = deque()
         self._untold: list[Output] = []  # outputs that the listener has not heard
-        self._closing = False
+        self._closing = self._flushed = False
+        self._give_up_at = 0.0
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ebbtide-engine", daemon=True)
 
@@ -55,15 +73,24 @@ class EngineLoop:
     # --- called from any thread ------------------------------------------------------------
 
     def add(
-        self, requests: Iterable[tuple[str, list[int], SamplingParams]], **options: Any
+        self,
+        requests: Sequence[tuple[str, list[int], SamplingParams]],
+        *,
+        cache_salt: str = "",
+        **options: Any,
     ) -> None:
-        """Queue requests, all or none of them. Raises InputError, QueueFull, EngineStopped."""
+        """Queue requests, all or none. Where tiers are looked up, their prompts must be the same one.
+        Raises InputError, QueueFull, EngineStopped."""
         with self._wake:
             self._check()
+            names = [request_id for request_id, _, _ in requests]
+            held = self.lookups is not None and self.lookups.ask(names, requests[0][1], cache_salt)
             added: list[str] = []
             try:
                 for request_id, prompt, params in requests:
-                    self._scheduler.add(request_id, prompt, params, **options)
+                    self._scheduler.add(
+                        request_id, prompt, params, cache_salt=cache_salt, held=held, **options
+                    )
                     added.append(request_id)
             except InputError:
                 for request_id in added:
@@ -77,14 +104,30 @@ class EngineLoop:
                 self._scheduler.end(request_id, reason)
             self._wake.notify()
 
+    def found(self, tier: str, keys: list[bytes]) -> None:
+        """A lookup in the tier has found these chunks."""
+        with self._wake:
+            self._offload.found(tier, keys)
+
+    def ready(self, request_ids: Iterable[str]) -> None:
+        """The lookups that these requests waited for are answered."""
+        with self._wake:
+            for request_id in request_ids:
+                self._scheduler.ready(request_id)
+            self._wake.notify()
+
     def wake(self) -> None:
         with self._wake:
             self._wake.notify()
 
-    def reset(self) -> None:
-        """Forget all cached KV, on the device and below."""
+    def reset(self, tiers: Sequence[str] | None = None) -> None:
+        """Forget all cached KV, on the device and below; or that of the tiers named, in which case the
+        device keeps its own. Raises InputError for a name that is none of theirs."""
         with self._wake:
-            self._scheduler.reset()
+            if tiers is None:
+                self._scheduler.reset()
+            else:
+                self._offload.clear(tiers)
             self._wake.notify()
 
     def inspect(self, look: Callable[[Scheduler], Any]) -> Any:
@@ -97,16 +140,21 @@ class EngineLoop:
         if self._failure is not None or self._closing:
             raise EngineStopped(f"the engine has stopped: {self._failure or 'it was closed'}")
 
-    def close(self) -> None:
-        """Abort what is unfinished, wait for what is in flight, stop all threads."""
+    def close(self, patience_s: float = 10.0) -> None:
+        """Abort what is unfinished, wait for what is in flight, let the host tier's chunks go to the
+        tiers below, stop all threads. Transfers that take longer than ``patience_s`` are left behind."""
         with self._wake:
             self._closing = True
+            self._give_up_at = time.monotonic() + patience_s
             for request_id in list(self._scheduler.requests):
                 self._scheduler.end(request_id)
             self._wake.notify()
         if self._thread.ident is not None:
             self._thread.join()
-        self._mover.close()
+        left = max(0.0, self._give_up_at - time.monotonic())
+        if self.lookups is not None:
+            self.lookups.close(left)
+        self._mover.close(left)
         self._executor.close()
 
     # --- the engine's thread ---------------------------------------------------------------
@@ -134,23 +182,62 @@ class EngineLoop:
         scheduler = self._scheduler
         with self._wake:
             while True:
-                scheduler.transferred(self._mover.take_results())
+                self._take_in()
                 now = time.monotonic()
+                self._offload.tick(now)
                 plan = scheduler.schedule(now)
-                self._mover.submit(scheduler.take_transfers())
+                self._send_out()
                 self._untold += scheduler.take_outputs()
                 busy = plan is not None or self._untold or self._in_flight
                 if busy or (self._closing and self._is_done()):
                     return plan
-                deadline = scheduler.next_deadline()
+                deadline = self._next_deadline()
                 self._wake.wait(None if deadline is None else max(0.001, deadline - now))
+
+    def _take_in(self) -> None:
+        """What has come back from beside the steps. Holding the lock, like the next three."""
+        transfers: list[TransferResult] = []
+        for result in self._mover.take_results():
+            if isinstance(result, JobResult):
+                self._offload.done(result)
+            else:
+                transfers.append(result)
+        self._scheduler.transferred(transfers)
+        if self.lookups is not None:
+            for request_id in self.lookups.expired(time.monotonic()):
+                self._scheduler.ready(request_id)
+
+    def _send_out(self) -> None:
+        self._mover.submit(self._scheduler.take_transfers())
+        self._mover.submit(self._offload.take_jobs())
+
+    def _next_deadline(self) -> float | None:
+        times = [self._scheduler.next_deadline(), self._offload.next_deadline()]
+        if self.lookups is not None:
+            times.append(self.lookups.next_deadline())
+        if self._closing:
+            times.append(self._give_up_at)
+        return min((t for t in times if t is not None), default=None)
+
+    def _is_done(self) -> bool:
+        """Whether nothing is left that could still come back in time, nor anything to flush."""
+        if time.monotonic() >= self._give_up_at:
+            return True
+        if self._scheduler.requests or self._scheduler.kv.transfers_in_flight:
+            return False
+        if not self._flushed:
+            self._flushed = True
+            self._offload.flush()
+            self._send_out()
+        return not self._offload.jobs_in_flight
 
     def _finish_step(self) -> None:
         plan, future = self._in_flight.popleft()
         outcome = future.result()
         with self._wake:
             self._untold += self._scheduler.apply(plan, outcome)
-            self._mover.submit(self._scheduler.take_transfers())
+            self._note_speed(plan, outcome)
+            self._send_out()
 
     def _hand_out(self) -> None:
         """Tell the listener; requests that it found to be over end at once."""
@@ -161,11 +248,13 @@ class EngineLoop:
                 with self._wake:
                     for request_id in stopped:
                         self._scheduler.end(request_id, FinishReason.STOP)
-                    self._mover.submit(self._scheduler.take_transfers())
+                    self._send_out()
                     self._untold = self._scheduler.take_outputs()
 
-    def _is_done(self) -> bool:
-        return not self._scheduler.requests and not self._scheduler.kv.transfers_in_flight
+    def _note_speed(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        fed = plan.num_tokens
+        if outcome.seconds and fed >= max(PREFILL_TOKENS, PREFILL_TOKENS_PER_ROW * len(plan.rows)):
+            self._offload.computed(fed / self._scheduler.config.block_size, outcome.seconds)
 
     def _fail(self, error: BaseException) -> None:
         """Nobody may be left waiting: whoever was not told of an end is told of this one."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ebbtide.core.plan import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one completion. ``device + host + computed == prompt_tokens`` always.
+    """Token counts of one completion. ``cached_tokens + computed == prompt_tokens`` always.
 
-    device: prompt tokens whose KV was found on the device. host: loaded from the host tier.
-    computed: computed for this request. The recomputed ones come on top: positions computed
-    once more after a preemption or after a failure.
+    device: prompt tokens whose KV was found on the device. host: loaded from the host tier. tiers:
+    loaded from the tiers below it, by tier. computed: computed for this request. The recomputed ones come
+    on top: positions computed once more after a preemption or after a failure.
     """
 
     prompt_tokens: int
@@ -23,10 +23,11 @@ class Usage:
     computed: int
     recomputed_preempted: int = 0
     recomputed_failed: int = 0
+    tiers: dict[str, int] = field(default_factory=dict)
 
     @property
     def cached_tokens(self) -> int:
-        return self.device + self.host
+        return self.device + self.host + sum(self.tiers.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,19 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class TierFigures:
+    """A tier below the host tier, in chunks since the start. left_alone: blocks that it had, but that
+    were computed, since reading them was slower: ``chunk_seconds`` is what one of its threads takes to
+    read a chunk, ``compute_seconds`` what computing one takes (None: not measured yet)."""
+
+    reads: dict[str, int]  # ok, failed
+    writes: dict[str, int]  # ok, failed, dropped
+    left_alone: int
+    chunk_seconds: float | None
+    compute_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The engine's gauges and counters at one moment. Counters never go down."""
 
@@ -65,10 +79,11 @@ class EngineStats:
     steps: int
     failed_steps: int
     preemptions: int
-    prompt_tokens: dict[str, int]  # by source: device, host, computed
+    prompt_tokens: dict[str, int]  # by source: device, host, computed, and the tiers by name
     generated_tokens: int
     recomputed_tokens: dict[str, int]  # by cause: preempted, failed
     finished_requests: dict[str, int]  # by reason
     transfers: dict[str, int]  # load_ok, load_failed, store_ok, store_failed, store_dropped
     transfer_bytes: dict[str, int]  # load, store
     host_evictions: int
+    tiers: dict[str, TierFigures] = field(default_factory=dict)

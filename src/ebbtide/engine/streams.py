@@ -28,6 +28,7 @@ def usage_of(report: Report) -> Usage:
         computed=report.sources[COMPUTED],
         recomputed_preempted=report.recomputed[Cause.PREEMPTED],
         recomputed_failed=report.recomputed[Cause.FAILED],
+        tiers={s: n for s, n in report.sources.items() if s not in (DEVICE, HOST, COMPUTED)},
     )
 
 

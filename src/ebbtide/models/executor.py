@@ -6,8 +6,10 @@ step that raises becomes an outcome with ``error``; the worker lives on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -57,9 +59,11 @@ class TorchExecutor:
         self._worker.shutdown(wait=True)
 
     def _run(self, plan: StepPlan) -> StepOutcome:
+        start = time.perf_counter()
         try:
             with torch.inference_mode():
-                return self._step(plan)
+                outcome = self._step(plan)
+            return replace(outcome, seconds=time.perf_counter() - start)
         except Exception as error:
             self._sampled = None
             return StepOutcome(error=error)

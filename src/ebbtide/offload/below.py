@@ -199,6 +199,15 @@ class Below:
         if self._uncleared and not self._clearing and now >= self._clear_at:
             self._start_clearing()
 
+    def next_deadline(self) -> float | None:
+        """When ``tick`` should be called again at the latest."""
+        due = []
+        if self._wanted and not self._probing:
+            due.append(self._probe_at)
+        if self._uncleared and not self._clearing:
+            due.append(self._clear_at)
+        return min(due, default=None)
+
     # --- reads -----------------------------------------------------------------------------
 
     def reading(self) -> None:

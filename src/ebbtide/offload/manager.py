@@ -245,6 +245,23 @@ class OffloadManager:
         while self.slots.free + len(self._leaving) < self._spare and self._demote():
             pass
 
+    def next_deadline(self) -> float | None:
+        """When ``tick`` should be called again at the latest."""
+        times = [tier.next_deadline() for tier in self.below]
+        return min((time for time in times if time is not None), default=None)
+
+    def found(self, name: str, keys: Sequence[bytes]) -> None:
+        """A lookup in the tier of this name has found these chunks."""
+        tier = self._tier(name)
+        for key in keys:
+            tier.found(key)
+
+    def computed(self, blocks: float, seconds: float) -> None:
+        """So much KV of all groups was computed in so many seconds: what loads are compared with."""
+        chunk = seconds / blocks * self.blocks_per_chunk / self._num_groups
+        before = self.compute_seconds
+        self.compute_seconds = chunk if before is None else 0.8 * before + 0.2 * chunk
+
     def take_jobs(self) -> list[Job]:
         """Jobs for the tiers below. Each must come back through ``done``."""
         jobs = []

@@ -74,7 +74,7 @@ class ThreadedSimulation:
         before = set(threading.enumerate())
         mover = Mover(self._move, lambda: loop.wake())
         executor = _SlowExecutor(self.rig, random.Random(self._rng.random()))
-        loop = EngineLoop(self.rig.scheduler, executor, mover, self._listen)
+        loop = EngineLoop(self.rig.scheduler, self.rig.manager, executor, mover, self._listen)
         loop.start()
         with _eager_threads():
             self._talk(loop)

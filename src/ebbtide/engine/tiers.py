@@ -1,0 +1,82 @@
+"""Opens the tiers below the host tier that the settings name, and puts together what works with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from ebbtide.errors import InputError
+from ebbtide.offload.arena import Arena
+from ebbtide.offload.below import Asked, Below, Hints, WritePolicy
+from ebbtide.offload.mover import DeviceMemory
+from ebbtide.offload.tier_moves import TierMover
+from ebbtide.offload.tiers.base import Tier, TierContext
+from ebbtide.offload.tiers.registry import open_tier
+
+THREADS = 2  # per tier
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTiers:
+    """The tiers, nearest first, as decisions see them, and as those that move bytes do."""
+
+    tiers: tuple[Tier, ...] = ()
+    below: tuple[Below, ...] = ()
+
+    @staticmethod
+    def open(urls: Sequence[str], namespace: bytes, arena: Arena) -> OpenTiers:
+        """Raises InputError where a URL or its place cannot work; then none stays open.
+
+        Each URL may have the setting ``write``: write-through, on-evict or off.
+        """
+        if urls and not arena.num_slots:
+            raise InputError(
+                "tiers below the host tier need one, but host memory is 0: give it some"
+            )
+        context = TierContext(namespace, arena.buffer(0).nbytes)
+        tiers: list[Tier] = []
+        below: list[Below] = []
+        try:
+            for url in urls:
+                url, policy = _without_write(url)
+                tier = open_tier(url, context)
+                tiers.append(tier)
+                if tier.name in {other.name for other in below} or tier.name == "host":
+                    raise InputError(f"there are two tiers named {tier.name!r}: one is the most")
+                known = Asked(tier.lookup) if tier.immediate else Hints()
+                writes_max = max(1, min(64, arena.num_slots // 4))
+                below.append(
+                    Below(tier.name, known, policy, threads=THREADS, writes_max=writes_max)
+                )
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
+        return OpenTiers(tuple(tiers), tuple(below))
+
+    def movers(self, arena: Arena, device: DeviceMemory) -> dict[str, TierMover]:
+        return {
+            tier.name: TierMover(tier, arena, device, arena.blocks_per_chunk, arena.block_bytes)
+            for tier in self.tiers
+        }
+
+    @property
+    def slow(self) -> list[Tier]:
+        """Those whose lookups take time."""
+        return [tier for tier in self.tiers if not tier.immediate]
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+
+
+def _without_write(url: str) -> tuple[str, WritePolicy]:
+    """Take the setting ``write`` out of a URL."""
+    parts = urlsplit(url)
+    settings = parse_qsl(parts.query, keep_blank_values=True)
+    names = [value for name, value in settings if name == "write"]
+    if not names:
+        return url, WritePolicy.WRITE_THROUGH
+    query = urlencode([(name, value) for name, value in settings if name != "write"])
+    return urlunsplit(parts._replace(query=query)), WritePolicy.named(names[-1])

@@ -1,0 +1,179 @@
+"""The step loop with tiers below the host tier: what they keep comes back, and nothing waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from ebbtide.engine.loop import EngineLoop
+from ebbtide.offload.below import WritePolicy
+from ebbtide.offload.tiers.base import Result
+from ebbtide.testing.tiers import Fault, FaultyTier, MemoryPlace, MemoryTier
+
+from .harness import CONTEXT, Heard, expected, params, prompt, running, wait_until_stored
+
+LONG = 60  # tokens of a prompt: 7 full chunks of 8 tokens
+
+
+class Remote(MemoryTier):
+    """A tier whose lookups take time; ``gate`` holds them back while it is not set."""
+
+    immediate = False
+
+    def __init__(self, place: MemoryPlace) -> None:
+        super().__init__(CONTEXT, place)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[bool]:
+        self.gate.wait(20)
+        return super().lookup(keys)
+
+
+def say(loop: EngineLoop, heard: Heard, name: str, number: int, count: int = 4) -> dict[str, int]:
+    """Ask for a prompt; check its tokens; return where the prompt came from."""
+    loop.add([(name, prompt(number, LONG), params(count))])
+    heard.wait(name)
+    assert heard.tokens[name] == expected(number, count, LONG)
+    report = heard.ends[name].report
+    assert report is not None
+    assert sum(report.sources.values()) == LONG
+    return report.sources
+
+
+def wait_for_jobs(loop: EngineLoop) -> None:
+    wait_until_stored(loop)
+    end = time.monotonic() + 20
+    while loop.inspect(lambda scheduler: loop._offload.jobs_in_flight):
+        assert time.monotonic() < end, "jobs that never end"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("immediate", [True, False])
+@pytest.mark.parametrize("write", [WritePolicy.WRITE_THROUGH, WritePolicy.ON_EVICT])
+def test_a_prompt_is_not_computed_again_after_a_restart(
+    overlap: int, immediate: bool, write: WritePolicy
+) -> None:
+    place = MemoryPlace()
+    for life in range(2):
+        heard = Heard()
+        tier = MemoryTier(CONTEXT, place) if immediate else Remote(place)
+        with running(heard, overlap=overlap, tiers=[tier], write=write) as loop:
+            sources = say(loop, heard, "a", 1)
+        assert sources["computed"] == (LONG if life == 0 else LONG - 56)
+        assert sources.get("memory", 0) == (0 if life == 0 else 56)
+
+
+def test_what_the_host_tier_has_no_room_for_comes_back_from_below() -> None:
+    heard = Heard()
+    with running(heard, blocks=24, slots=8, tiers=[MemoryTier(CONTEXT)]) as loop:
+        for number in (1, 2, 3, 4):
+            say(loop, heard, f"a{number}", number)
+            wait_for_jobs(loop)
+        assert say(loop, heard, "again", 1)["computed"] < 20
+
+
+def test_a_tier_that_is_off_is_only_read() -> None:
+    place = MemoryPlace()
+    with running(
+        heard := Heard(), tiers=[MemoryTier(CONTEXT, place)], write=WritePolicy.OFF
+    ) as loop:
+        say(loop, heard, "a", 1)
+    assert not place.chunks
+
+
+def test_a_lookup_that_takes_too_long_is_a_miss() -> None:
+    place = MemoryPlace()
+    with running(heard := Heard(), tiers=[MemoryTier(CONTEXT, place)]) as loop:
+        say(loop, heard, "a", 1)
+    remote = Remote(place)
+    remote.gate.clear()
+    with running(heard := Heard(), tiers=[remote], lookup_deadline_s=0.05) as loop:
+        assert say(loop, heard, "a", 1)["computed"] == LONG
+        start = time.monotonic()
+        say(loop, heard, "b", 2)  # nobody waits for a tier that is behind
+        remote.gate.set()
+        assert time.monotonic() - start < 20
+
+
+def test_a_request_can_be_aborted_while_its_lookup_is_under_way() -> None:
+    remote = Remote(MemoryPlace())
+    remote.gate.clear()
+    with running(heard := Heard(), tiers=[remote]) as loop:
+        loop.add([("a", prompt(1, LONG), params(4))])
+        loop.end(["a"])
+        heard.wait("a")
+        remote.gate.set()
+        say(loop, heard, "b", 2)
+
+
+def test_a_reset_empties_the_tiers_too() -> None:
+    place = MemoryPlace()
+    with running(heard := Heard(), tiers=[MemoryTier(CONTEXT, place)]) as loop:
+        say(loop, heard, "a", 1)
+        wait_for_jobs(loop)
+        assert place.chunks
+        loop.reset()
+        assert say(loop, heard, "again", 1)["computed"] == LONG
+
+
+def test_one_tier_can_be_emptied_alone() -> None:
+    place = MemoryPlace()
+    with running(heard := Heard(), tiers=[MemoryTier(CONTEXT, place)]) as loop:
+        say(loop, heard, "a", 1)
+        wait_for_jobs(loop)
+        loop.reset(["memory"])
+        wait_for_jobs(loop)
+        assert not place.chunks
+        assert say(loop, heard, "again", 1)["computed"] < LONG
+
+
+def test_a_slow_tier_is_left_alone_until_it_is_fast_again() -> None:
+    place = MemoryPlace()
+    with running(heard := Heard(), tiers=[MemoryTier(CONTEXT, place)]) as loop:
+        for number in range(1, 13):
+            say(loop, heard, f"a{number}", number)
+    is_slow = True
+    reads: list[bytes] = []
+
+    def fault(method: str, key: bytes) -> Fault | None:
+        reads.extend([key] if method == "read" else [])
+        return Fault.SLOW if method == "read" and is_slow else None
+
+    tier = FaultyTier(MemoryTier(CONTEXT, place), fault, delay_s=0.05)
+    # a chunk takes 0.01 s to compute, and 0.05 s to read on each of two threads
+    with running(heard := Heard(), blocks=20, slots=2, tiers=[tier], step_seconds=0.04) as loop:
+        say(loop, heard, "warm", 20)  # now the speed of computing is known
+        assert say(loop, heard, "first", 1).get("memory", 0) > 0
+        tried = len(reads)
+        for number in (2, 3, 4):
+            assert say(loop, heard, f"b{number}", number)["computed"] == LONG
+        assert len(reads) <= tried + 1  # but for a probe
+        is_slow = False
+        for turn in range(400):
+            if say(loop, heard, f"c{turn}", 5 + turn % 8).get("memory"):
+                return
+            time.sleep(0.01)
+        raise AssertionError("the tier is never asked again")
+
+
+def test_a_tier_that_hangs_does_not_keep_the_engine_from_closing() -> None:
+    hanging = threading.Event()
+
+    class Hanging(MemoryTier):
+        def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+            hanging.wait(20)
+            return super().write(keys, buffers)
+
+    with running(heard := Heard(), tiers=[Hanging(CONTEXT)]) as loop:
+        say(loop, heard, "a", 1)
+        start = time.monotonic()
+        loop.close(0.2)
+        assert time.monotonic() - start < 10
+        hanging.set()
+        loop._mover.close()
+        loop._take_in()
