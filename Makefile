@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host bench-overlap bench-policies parity exactness clean
+.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host bench-overlap bench-policies bench-tiers parity exactness clean
 
 demo: $(READY)
 	@$(BIN)/ebbtide demo
@@ -53,6 +53,9 @@ bench-overlap: $(READY)
 
 bench-policies: $(READY)
 	@$(BIN)/python benchmarks/bench_policies.py $(TRACES) $(ARGS)
+
+bench-tiers: $(READY)
+	@$(BIN)/python benchmarks/bench_tiers.py $(ARGS)
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Preparing $(VENV) (once; takes a minute or two) ..."
