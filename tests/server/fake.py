@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ebbtide.core.plan import TokenLogprob
-from ebbtide.engine.output import Delta, EngineStats, Usage
+from ebbtide.engine.output import Delta, EngineStats, TierFigures, Usage
 from ebbtide.errors import EngineStopped, InputError, QueueFull
+from ebbtide.offload.tiers.base import TierStats
 from ebbtide.params import SamplingParams
 
 END = 256  # the one token that is no byte
@@ -103,6 +104,8 @@ class FakeEngine:
         self.aborted = 0
         self.closed = False
         self.generated = 0
+        self.tiers: dict[str, tuple[TierFigures, TierStats]] = {}
+        self.resets: list[Sequence[str] | None] = []
 
     def generate(
         self,
@@ -190,10 +193,20 @@ class FakeEngine:
             transfers={"load_ok": 4, "store_dropped": 5},
             transfer_bytes={"load": 400, "store": 500},
             host_evictions=6,
+            tiers={name: figures for name, (figures, _) in self.tiers.items()},
         )
 
-    async def close(self) -> None:
+    async def tier_stats(self) -> dict[str, TierStats]:
+        return {name: stats for name, (_, stats) in self.tiers.items()}
+
+    def reset(self, tiers: Sequence[str] | None = None) -> None:
+        if tiers and tiers != ["host"]:
+            raise InputError(f"there is no tier {tiers[0]!r}", "tiers")
+        self.resets.append(tiers)
+
+    async def close(self) -> str:
         self.closed = True
+        return ""
 
 
 def _logprobs(token: int, params: SamplingParams) -> tuple[TokenLogprob, ...]:

@@ -6,6 +6,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.fake import FakeEngine
 from tests.server.serving import Served, served
 
+from ebbtide.engine.output import TierFigures
+from ebbtide.offload.tiers.base import TierStats
+
 
 def samples(server: Served) -> dict[str, float]:
     """Every sample by its name and labels, without times of creation."""
@@ -35,6 +38,39 @@ def test_engine_values() -> None:
     assert found["ebbtide_transfers_total{direction=store,result=dropped}"] == 5
     assert found["ebbtide_transfer_bytes_total{direction=store}"] == 500
     assert found["ebbtide_host_evictions_total"] == 6
+
+
+def test_tiers_have_their_own() -> None:
+    engine = FakeEngine()
+    engine.tiers = {
+        "file": (
+            TierFigures({"ok": 3, "failed": 1}, {"ok": 5, "failed": 0, "dropped": 2}, 7, 0.5, None),
+            TierStats(chunks=11, bytes=1100, bytes_max=2000, evictions=4, state="down: no disk"),
+        )
+    }
+    with served(engine) as server:
+        found = samples(server)
+    assert found["ebbtide_tier_reads_total{result=failed,tier=file}"] == 1
+    assert found["ebbtide_tier_writes_total{result=dropped,tier=file}"] == 2
+    assert found["ebbtide_tier_left_alone_total{tier=file}"] == 7
+    assert found["ebbtide_tier_read_seconds_per_chunk{tier=file}"] == 0.5
+    assert not any(name.startswith("ebbtide_tier_compute_seconds") for name in found)
+    assert found["ebbtide_tier_bytes{tier=file}"] == 1100
+    assert found["ebbtide_tier_evictions_total{tier=file}"] == 4
+    assert found["ebbtide_tier_up{tier=file}"] == 0
+
+
+def test_a_reset_empties_the_tiers_named_or_all() -> None:
+    engine = FakeEngine()
+    with served(engine) as server:
+        assert server.http.post("/v1/kv/reset", json={}).json()["tiers"] is None
+        assert server.http.post("/v1/kv/reset", json={"tiers": ["host"]}).is_success
+        wrong = server.http.post("/v1/kv/reset", json={"tiers": "host"})
+        unknown = server.http.post("/v1/kv/reset", json={"tiers": ["tape"]})
+    assert engine.resets == [None, ["host"]]
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_type")
+    assert unknown.status_code == 400
+    assert "tape" in unknown.json()["error"]["message"]
 
 
 def test_latencies_count_tokens_and_requests() -> None:

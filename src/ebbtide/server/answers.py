@@ -28,7 +28,7 @@ _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """``usage`` as the API shapes it; device, host, computed and what was recomputed are our own."""
+    """``usage`` as the API shapes it; device, host, the tiers, computed and recomputed are our own."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -37,6 +37,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
             "cached_tokens": usage.cached_tokens,
             "device": usage.device,
             "host": usage.host,
+            **usage.tiers,
             "computed": usage.computed,
         },
         "recomputed_tokens": {

@@ -94,6 +94,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
         "/v1/models/{id:path}": ("GET", service.model),
         "/v1/completions": ("POST", service.complete),
         "/v1/chat/completions": ("POST", service.chat),
+        "/v1/kv/reset": ("POST", service.reset),
         "/health": ("GET", service.health),
         "/metrics": ("GET", service.prometheus),
     }

@@ -12,7 +12,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ebbtide.engine.output import Delta
+from ebbtide.engine.output import Delta, TierFigures
+from ebbtide.offload.tiers.base import TierStats
 
 if TYPE_CHECKING:
     from ebbtide.engine.async_engine import AsyncEngine
@@ -45,11 +46,24 @@ _LABELLED_COUNTERS = {
 }
 
 
+_TIER_TEXTS = {
+    "left_alone_total": "Blocks that a tier had, computed since reading them was slower.",
+    "read_seconds_per_chunk": "What one thread takes to read a chunk, lately.",
+    "compute_seconds_per_chunk": "What computing a chunk takes, lately.",
+    "chunks": "Chunks that a tier keeps.",
+    "bytes": "Bytes that a tier keeps.",
+    "bytes_max": "A tier's quota.",
+    "evictions_total": "Chunks that a tier evicted.",
+    "up": "Whether a tier answers.",
+}
+
+
 class EngineCollector(Collector):
     """Reads ``engine.stats()`` anew whenever the metrics are read."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        self.tiers: dict[str, TierStats] = {}  # as they were when last asked: that may take a while
 
     def describe(self) -> list[Metric]:
         """Nothing, so that registering does not ask the engine."""
@@ -81,6 +95,36 @@ class EngineCollector(Collector):
             direction, _, result = key.partition("_")
             transfers.add_metric([direction, result], count)
         yield transfers
+        if stats.tiers:
+            yield from self._of_tiers(stats.tiers)
+
+    def _of_tiers(self, figures: dict[str, TierFigures]) -> Iterator[Metric]:
+        for name, what, text in (
+            ("reads", "reads", "Chunks read from a tier by how that ended."),
+            ("writes", "writes", "Chunks written to a tier by how that ended."),
+        ):
+            family = CounterMetricFamily(f"ebbtide_tier_{name}", text, labels=["tier", "result"])
+            for tier, each in figures.items():
+                for result, count in getattr(each, what).items():
+                    family.add_metric([tier, result], count)
+            yield family
+        values: dict[str, dict[str, float | None]] = {
+            "left_alone_total": {t: f.left_alone for t, f in figures.items()},
+            "read_seconds_per_chunk": {t: f.chunk_seconds for t, f in figures.items()},
+            "compute_seconds_per_chunk": {t: f.compute_seconds for t, f in figures.items()},
+            "chunks": {t: s.chunks for t, s in self.tiers.items()},
+            "bytes": {t: s.bytes for t, s in self.tiers.items()},
+            "bytes_max": {t: s.bytes_max for t, s in self.tiers.items()},
+            "evictions_total": {t: s.evictions for t, s in self.tiers.items()},
+            "up": {t: float(not s.state.startswith("down")) for t, s in self.tiers.items()},
+        }
+        for name, by_tier in values.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            metric = kind(f"ebbtide_tier_{name}", _TIER_TEXTS[name], labels=["tier"])
+            for tier, value in by_tier.items():
+                if value is not None:
+                    metric.add_metric([tier], value)
+            yield metric
 
 
 class Metrics:
@@ -88,7 +132,8 @@ class Metrics:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine))
+        self._engine = EngineCollector(engine)
+        self.registry.register(self._engine)
         self.first_token = Histogram(
             "ebbtide_time_to_first_token_seconds",
             "From a request's arrival to the first token of each completion.",
@@ -114,8 +159,9 @@ class Metrics:
             registry=self.registry,
         )
 
-    def render(self) -> bytes:
-        """Everything in the Prometheus text format."""
+    def render(self, tiers: dict[str, TierStats]) -> bytes:
+        """Everything in the Prometheus text format; ``tiers`` is what they say of themselves."""
+        self._engine.tiers = tiers
         return generate_latest(self.registry)
 
 

@@ -16,6 +16,7 @@ from ebbtide.server.answers import DONE, Answer, ChatAnswer, CompletionAnswer
 from ebbtide.server.body import read_json
 from ebbtide.server.config import ServerConfig
 from ebbtide.server.errors import RequestError, ServerFailure, describe, json_response
+from ebbtide.server.fields import check_names, wrong_type
 from ebbtide.server.generation import ClientGone, Generation, encode_messages, encode_prompts
 from ebbtide.server.metrics import CONTENT_TYPE, Metrics, RequestTimer
 from ebbtide.server.requests import Options, parse_chat, parse_completion
@@ -126,6 +127,18 @@ class Service:
             "max_length": self.engine.max_length,
         }
 
+    async def reset(self, request: Request) -> Response:
+        """``POST /v1/kv/reset``: empty the tiers named, or with ``{}`` all of them, and the device."""
+        body = await self._body(request)
+        check_names(body, ("tiers",))
+        tiers = body.get("tiers")
+        if tiers is not None and not (
+            isinstance(tiers, list) and all(isinstance(name, str) for name in tiers)
+        ):
+            raise wrong_type("tiers", "an array of names", tiers)
+        self.engine.reset(tiers)
+        return json_response({"object": "kv.reset", "tiers": tiers})
+
     async def health(self, request: Request) -> Response:
         """``GET /health``: 200 while requests are welcome."""
         if self.stopping:
@@ -140,7 +153,8 @@ class Service:
 
     async def prometheus(self, request: Request) -> Response:
         """``GET /metrics``."""
-        return Response(self.metrics.render(), media_type=CONTENT_TYPE)
+        tiers = await self.engine.tier_stats()
+        return Response(self.metrics.render(tiers), media_type=CONTENT_TYPE)
 
 
 class EventStream(Response):
