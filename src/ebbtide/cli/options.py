@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote, urlencode
 
 import typer
 
@@ -64,6 +66,25 @@ def _settings(
     on_lost_kv: Annotated[
         str, typer.Option(help="recompute, or fail the requests whose KV was lost.")
     ] = DEFAULTS.on_lost_kv,
+    disk: Annotated[
+        str | None, typer.Option(help="A directory for KV that outlives the process.")
+    ] = None,
+    disk_size: Annotated[str, typer.Option(help="What it may take there.")] = "20GiB",
+    disk_write: Annotated[
+        str, typer.Option(help="When KV goes there: write-through, on-evict or off.")
+    ] = "write-through",
+    valkey: Annotated[
+        str | None, typer.Option(help="A Valkey or Redis server for KV: valkey://host:6379/0.")
+    ] = None,
+    object: Annotated[
+        str | None, typer.Option(help="An object store for KV: s3://bucket/prefix, gs://, az://.")
+    ] = None,
+    tier: Annotated[
+        list[str] | None, typer.Option(help="Any further tier, by its URL; may be repeated.")
+    ] = None,
+    store_after: Annotated[
+        int, typer.Option(help="KV is kept when so many requests have had it.")
+    ] = DEFAULTS.store_after,
 ) -> EngineConfig:
     return EngineConfig(
         model=model,
@@ -79,7 +100,31 @@ def _settings(
         max_step_tokens=max_step_tokens,
         overlap=overlap,
         on_lost_kv=on_lost_kv,
+        tiers=tier_urls(disk, disk_size, disk_write, valkey, object, tier or ()),
+        store_after=store_after,
     )
+
+
+def tier_urls(
+    disk: str | None,
+    disk_size: str | None,
+    disk_write: str | None,
+    valkey: str | None,
+    object: str | None,
+    others: Sequence[str],
+) -> tuple[str, ...]:
+    """URLs of the tiers that the options name, nearest first."""
+    urls = []
+    if disk is not None:
+        settings = {"size": disk_size, "write": disk_write}
+        said = urlencode({name: value for name, value in settings.items() if value is not None})
+        path = quote(str(Path(disk).expanduser().absolute()))
+        urls.append(f"file://{path}?{said}" if said else f"file://{path}")
+    if valkey is not None:
+        urls.append(valkey)
+    if object is not None:
+        urls.append(f"object+{object}" if object.startswith("file:") else object)
+    return (*urls, *others)
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
