@@ -120,9 +120,10 @@ class _Conversation:
 def _note(usage: Usage, start: float, first: float) -> str:
     """How the answer came about, in one line."""
     end = time.perf_counter()
+    tiers = "".join(f"{count:,} {name} + " for name, count in usage.tiers.items())
     rate = (usage.completion_tokens - 1) / max(end - first, 1e-9)
     return (
         f"first token {1000 * (first - start):,.0f} ms, {rate:.0f} tokens/s; "
         f"prompt {usage.prompt_tokens:,} = {usage.device:,} device + {usage.host:,} host "
-        f"+ {usage.computed:,} computed"
+        f"+ {tiers}{usage.computed:,} computed"
     )

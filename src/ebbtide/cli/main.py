@@ -43,9 +43,11 @@ def serve(engine: options.EngineOptions, host: Host = "127.0.0.1", port: Port = 
             typer.echo(f"Ebbtide serves {engine.config.model} at {url}/v1 (stop with Ctrl-C)")
 
         try:
-            run(engine.config, host, port, progress=progress, ready=ready)
+            kept = run(engine.config, host, port, progress=progress, ready=ready)
         except BindError as error:
             raise options.Failure(str(error)) from None
+    if kept:
+        typer.echo(kept)
 
 
 @app.command()

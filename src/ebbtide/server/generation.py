@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +182,9 @@ class Generation:
             for group in groups
             if (present := [usage for usage in group if usage is not None])
         ]
+        tiers: Counter[str] = Counter()
+        for usage in paid:
+            tiers.update(usage.tiers)
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in paid),
             completion_tokens=sum(usage.completion_tokens for usage in known),
@@ -189,6 +193,7 @@ class Generation:
             computed=sum(usage.computed for usage in paid),
             recomputed_preempted=sum(usage.recomputed_preempted for usage in known),
             recomputed_failed=sum(usage.recomputed_failed for usage in known),
+            tiers=dict(tiers),
         )
 
 

@@ -72,17 +72,17 @@ def serve(
     config: ServerConfig | None = None,
     progress: Callable[[str, float], None] | None = None,
     ready: Callable[[str], None] | None = None,
-) -> None:
+) -> str:
     """Load the model and serve it until SIGINT or SIGTERM; a second signal exits at once.
 
     The port is taken before the model is loaded. ``ready`` gets the base URL once requests are
-    answered. Raises ``BindError``, and ``InputError`` for settings or a model that cannot work.
+    answered. Returns what the tiers below the host tier keep, in sentences. Raises ``BindError``, and ``InputError`` for settings or a model that cannot work.
     """
     with bind(host, port) as sock:
         from ebbtide.engine.async_engine import AsyncEngine
 
         engine = AsyncEngine.start(engine_config, progress)
-        serve_engine(engine, sock, config=config, ready=ready)
+        return serve_engine(engine, sock, config=config, ready=ready)
 
 
 def serve_engine(
@@ -91,9 +91,9 @@ def serve_engine(
     *,
     config: ServerConfig | None = None,
     ready: Callable[[str], None] | None = None,
-) -> None:
+) -> str:
     """Serve a running engine on a bound socket, like ``serve``; closes both at the end."""
-    asyncio.run(Server(engine, config or ServerConfig(), ready).run(sock))
+    return asyncio.run(Server(engine, config or ServerConfig(), ready).run(sock))
 
 
 class Server(uvicorn.Server):
@@ -121,14 +121,16 @@ class Server(uvicorn.Server):
         self._grace_s = config.grace_s
         self._ready = ready
 
-    async def run(self, sock: socket.socket) -> None:  # type: ignore[override]
-        """Serve until told to stop. Raises ``BindError`` if the port was taken meanwhile."""
+    async def run(self, sock: socket.socket) -> str:  # type: ignore[override]
+        """Serve until told to stop. Returns what is kept of the KV. Raises ``BindError`` if the port
+        was taken meanwhile."""
         url = url_of(sock)
         try:
             await self.serve([sock])
         finally:
-            await self._engine.close()
+            kept = await self._engine.close()
         log.info("stopped serving %s", url)
+        return kept
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets, "the socket is bound before the model is loaded"
