@@ -27,6 +27,7 @@ from ebbtide.offload.tiers.base import Result, Status, Tier, TierContext
 from ebbtide.offload.tiers.envelope import HEADER_BYTES
 from ebbtide.offload.tiers.file import FileTier
 from ebbtide.offload.tiers.file_io import DIRECT, HEAD_BYTES
+from ebbtide.offload.tiers.file_scan import directory_path
 from ebbtide.offload.tiers.file_settings import FileSettings
 
 ROOT = Path(__file__).parent.parent
@@ -151,12 +152,15 @@ def _layout(block_bytes: int) -> KVLayout:
 
 @contextmanager
 def file_actions(shape: Shape, folder: Path) -> Iterator[Sequence[Action]]:
-    """The quota is one round's chunks: ``store`` makes new files, ``replace`` takes those of victims."""
+    """The quota is one round's chunks: ``store`` makes new files, ``replace`` takes those of victims: all
+    that are there, in order, which not every policy would do."""
     size = shape.chunks * (HEAD_BYTES + shape.chunk_bytes)
     tier = FileTier(
-        FileSettings(str(folder / "tier"), size, floor=0),
+        FileSettings(str(folder / "tier"), size, floor=0, policy="lru"),
         TierContext(NAMESPACE, shape.chunk_bytes),
     )
+    for first in range(256):  # as in a directory that has been in use
+        os.makedirs(directory_path(str(folder / "tier"), NAMESPACE + bytes([first])))
     tier.refresh()
     raw = RawFiles(folder / "raw", shape, tier.is_direct)
     keys = keys_for(shape)

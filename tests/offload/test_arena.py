@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import mmap
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,3 +42,26 @@ def test_no_slot_at_all() -> None:
 def test_more_than_the_system_gives_is_a_sentence() -> None:
     with pytest.raises(InputError, match=r"host tier asked for .* MiB"):
         Arena(1 << 40, 1 << 10, 1 << 20)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says so")
+def test_memory_is_in_huge_pages_and_not_shared_with_children() -> None:
+    arena = Arena(4, 1, 1 << 20)
+    address = arena.slot(0, 0, 1).ctypes.data
+    flags = flags_at(address)
+    assert "dc" in flags  # not copied when the process forks
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags
+    assert "sh" not in flags
+
+
+def flags_at(address: int) -> list[str]:
+    """VmFlags of the mapping: see proc(5)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span:
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("the address is not mapped")
