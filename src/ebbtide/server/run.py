@@ -76,7 +76,8 @@ def serve(
     """Load the model and serve it until SIGINT or SIGTERM; a second signal exits at once.
 
     The port is taken before the model is loaded. ``ready`` gets the base URL once requests are
-    answered. Returns what the tiers below the host tier keep, in sentences. Raises ``BindError``, and ``InputError`` for settings or a model that cannot work.
+    answered. Returns what the tiers below the host tier keep, in sentences. Raises ``BindError``, and
+    ``InputError`` for settings or a model that cannot work.
     """
     with bind(host, port) as sock:
         from ebbtide.engine.async_engine import AsyncEngine
