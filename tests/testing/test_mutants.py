@@ -30,7 +30,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_can_be_planted(mutant: Mutant, tmp_path: Path) -> None:
     target = tmp_path / mutant.file
-    target.parent.mkdir()
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text((SOURCE / mutant.file).read_text())
     mutant.plant(tmp_path)
     compile(target.read_text(), mutant.file, "exec")
