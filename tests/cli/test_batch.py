@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from ebbtide.engine.config import MIB, EngineConfig
 from ebbtide.errors import InputError
 from ebbtide.params import RepetitionStop, SamplingParams
 
-CONFIG = EngineConfig(dtype="float32", kv_bytes=40 * MIB, host_bytes=0, max_length=512)
+CONFIG = EngineConfig(dtype="float32", threads=1, kv_bytes=40 * MIB, host_bytes=0, max_length=512)
 
 
 def test_a_line_says_its_parameters() -> None:
@@ -103,3 +107,43 @@ def test_a_file_is_completed_and_bad_lines_get_their_own_record(tmp_path: Path) 
     with pytest.raises(InputError, match="--overwrite"):
         run_batch(CONFIG, str(source), str(target))
     assert len(target.read_text().splitlines()) == 6  # nothing that was there is lost
+
+
+# Ctrl-C after the first line was written, with an engine that takes a minute for the second.
+INTERRUPTED = """
+import os, signal
+from ebbtide.cli import batch, main
+from tests.server.fake import FakeEngine
+
+engine = FakeEngine(lambda text, index: "x" * 3000)
+engine.delay_s = 0.02
+batch.AsyncEngine.start = lambda config, progress: engine
+write = batch._Batch._write
+
+def writing(self, record):
+    write(self, record)
+    if self.written == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+
+batch._Batch._write = writing
+main.main()
+"""
+
+
+def test_ctrl_c_says_how_many_lines_are_done(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = ["nonsense", '{"prompt": "x", "max_tokens": 3000}']
+    source.write_text("\n".join(lines))
+    command = [sys.executable, "-c", INTERRUPTED, "generate", "-i", source, "-o", target]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stderr == f"ebbtide: stopped; 1 of 2 lines are done, in {target}\n"
+    assert len(target.read_text().splitlines()) == 1
+
+
+def test_no_empty_output_stays_behind(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "x"}')
+    with pytest.raises(InputError, match="no model"):
+        run_batch(replace(CONFIG, model="/no/such.gguf"), str(source), str(target))
+    assert not target.exists()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
 from ebbtide.cli import main as cli
-from ebbtide.cli.options import parse_bytes
+from ebbtide.cli.options import parse_bytes, with_flags
 from ebbtide.errors import InputError
 
 
@@ -55,7 +57,16 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["chat", "--temperature", "nan"], "temperature must be a number"),
         (["generate", "-i", "no-such-file", "-o", "-"], "no-such-file"),
         (["generate"], "--input"),
-        (["serve", "--port", "many"], "--port"),
+        (["serve", "--port", "many"], "'--port': Input should be a valid integer"),
+        (["serve", "--port", "many"], "got 'many'"),
+        (["serve", "--port=many"], "got 'many'"),
+        (["serve", "--kv-memory", "0"], "--kv-memory must be at least 1, got 0"),
+        (["serve", "--max-batch", "0"], "--max-batch must be"),
+        (["serve", "--max-length", "1"], "--max-length must be"),
+        (["serve", "--on-lost-kv", "pray"], "--on-lost-kv must be one of recompute, fail"),
+        (["serve", "--threads", "0"], "--threads must be"),
+        (["chat", "--temperature", "-1"], "--temperature must be"),
+        (["generate", "-i", os.devnull, "-o", "no/such/dir/x"], "cannot write no/such/dir/x"),
         (["dance"], "dance"),
     ],
 )
@@ -70,6 +81,20 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert told.startswith("ebbtide: ")
     assert words in told
     assert told.count("\n") == 1
+
+
+def test_only_names_of_settings_become_options() -> None:
+    assert (
+        with_flags("max_length is 9, and kv_bytes is 3")
+        == "--max-length is 9, and --kv-memory is 3"
+    )
+    for plain in ("there is no model at x", "the device must be", "this model must be read"):
+        assert with_flags(plain) == plain
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"ebbtide {version('ebbtide')}\n"
 
 
 def test_help_and_no_command_are_fine(

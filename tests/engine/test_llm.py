@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,32 @@ def test_bad_input_is_one_sentence_and_harms_nobody(
         llm.generate([prompt], params)
     assert "\n" not in str(caught.value)
     assert llm.generate("The sea", greedy(2))[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm: llm.generate(3), "a text, a list of token ids, or a list of either, got 3"),
+        (lambda llm: llm.generate(None), "got None"),
+        (lambda llm: llm.generate(b"abc"), "got b'abc'"),
+        (lambda llm: llm.generate(["a", 3]), "got 3 at index 1"),
+        (lambda llm: llm.generate([3, "a"]), "token id 'a'"),
+        (lambda llm: llm.generate("a", {"temperature": 0}), "params must be SamplingParams"),
+        (lambda llm: llm.generate(["a"], [GREEDY, GREEDY]), "1 prompts, but 2 sets"),
+        (lambda llm: llm.generate("a", max_tokens=5), r"SamplingParams\(max_tokens=...\)"),
+        (lambda llm: llm.generate("a", cache_sald="x"), "did you mean 'cache_salt'"),
+        (lambda llm: llm.chat("hi"), r"got 'hi'; generate\(\) completes a text"),
+        (lambda llm: llm.chat({"role": "user", "content": "hi"}), "messages must be a list"),
+        (lambda llm: llm.chat([]), "messages is empty"),
+        (lambda llm: llm.chat([[]]), "messages is empty"),
+        (lambda llm: llm.chat(["hi"]), "a message must be an object"),
+        (lambda llm: llm.chat([[], "hi"]), "messages is empty"),
+    ],
+)
+def test_what_is_no_prompt_is_one_sentence(llm: LLM, call: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        call(llm)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,12 @@ def test_bodies_that_are_not_strict_json(echo: Served, path: str, body: bytes) -
     assert error["code"] == "invalid_json"
 
 
+def test_an_empty_body_is_called_so(echo: Served) -> None:
+    for body in (b"", b" \n"):
+        error = problem(echo.http.post("/v1/completions", content=body, headers=JSON))
+        assert error["message"] == "the body is empty; it must be a JSON object"
+
+
 def test_whole_characters_beyond_the_first_plane_are_no_half_pairs(echo: Served) -> None:
     body = json.dumps({"model": "fake", "prompt": "😀"})
     assert "\\ud83d" in body
@@ -114,7 +120,8 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"repetition": 3}, "repetition"),
     ({"repetition": {"min_count": 3}}, "repetition.max_pattern_size"),
     ({"repetition": {"min_count": 3, "max_pattern": 3}}, "repetition.max_pattern"),
-    ({"repetition": {"min_count": 1, "max_pattern_size": 3}}, "min_count"),
+    ({"repetition": {"min_count": 1, "max_pattern_size": 3}}, "repetition.min_count"),
+    ({"repetition": {"min_count": "3", "max_pattern_size": 3}}, "repetition.min_count"),
     ({"priority": 1.5}, "priority"),
     ({"priority": 1 << 40}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
@@ -225,6 +232,35 @@ def test_wrong_chats(echo: Served, wrong: dict[str, Any], param: str) -> None:
     assert error["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong", "code", "words"),
+    [
+        ("completion", {"temperature": "0.5"}, "invalid_type", 'a number, got the string "0.5"'),
+        ("chat", {"max_tokens": 5.0}, "invalid_type", "an integer, got 5.0"),
+        ("chat", {"max_completion_tokens": "5"}, "invalid_type", "max_completion_tokens must be"),
+        ("completion", {"n": True}, "invalid_type", "got true"),
+        ("completion", {"logprobs": True}, "invalid_type", "logprobs must be an integer"),
+        ("chat", {"logprobs": True, "top_logprobs": []}, "invalid_type", "top_logprobs must be"),
+        ("chat", {"logit_bias": {"1": "x"}}, "invalid_type", "numbers"),
+        ("chat", {"repetition": {"min_count": 2.5, "max_pattern_size": 1}}, "invalid_type", "2.5"),
+        ("chat", {"repetition": {"min_count": 1, "max_pattern_size": 1}}, None, "from 2"),
+        ("chat", {"messages": [{"content": "x"}]}, "missing_parameter", "role is required"),
+        ("chat", {"messages": [{"role": 5, "content": "x"}]}, "invalid_type", "got 5"),
+        ("chat", {"messages": []}, "empty_prompt", "messages"),
+        ("completion", {"prompt": []}, "empty_prompt", "must not be empty"),
+        ("completion", {"prompt": ""}, "empty_prompt", "must not be empty"),
+        ("completion", {"prompt": ["a"] * 65}, None, "64"),
+        ("completion", {"temperature": -1}, None, "from 0 to 100"),
+    ],
+)
+def test_codes_are_those_of_the_document(
+    echo: Served, path: str, wrong: dict[str, Any], code: str | None, words: str
+) -> None:
+    error = problem(getattr(echo, path)(**wrong))
+    assert error["code"] == code
+    assert words in error["message"]
+
+
 @pytest.mark.parametrize("value", [1, True, {"a": [1]}, None])
 def test_unknown_fields_are_refused_with_the_nearest_name(echo: Served, value: Any) -> None:
     error = problem(echo.chat(temprature=value))
@@ -268,6 +304,20 @@ def test_paths_and_methods(echo: Served) -> None:
     assert problem(wrong, 405)["code"] == "method_not_allowed"
     assert wrong.headers["allow"] == "POST"
     assert problem(echo.http.delete("/v1/models"), 405)["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/completions", "did you mean /v1/completions?"),
+        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("/", "the API begins at /v1/models"),
+        ("/v1/%00" + "x" * 5000, "the API begins at /v1/models"),
+    ],
+)
+def test_an_unknown_path_gets_a_hint(echo: Served, path: str, hint: str) -> None:
+    assert hint in problem(echo.http.post(path, json={}), 404)["message"]
 
 
 def test_content_type(echo: Served) -> None:

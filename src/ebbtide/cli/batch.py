@@ -17,6 +17,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+import typer
 from rich.console import Console
 from rich.progress import Progress
 
@@ -39,15 +40,25 @@ Record = dict[str, Any]
 
 
 def run_batch(config: EngineConfig, source: str, target: str, overwrite: bool = False) -> int:
-    """Complete every line of ``source``; returns how many could not be. Raises InputError, Failure."""
+    """Complete every line of ``source``; returns how many could not be. Raises InputError, Failure.
+
+    When interrupted, says how many lines are done, and raises KeyboardInterrupt.
+    """
     lines = _read(source)
     with _open(target, overwrite) as out:
-        with loading() as progress:
-            engine = AsyncEngine.start(config, progress)
+        batch = _Batch(out)
         try:
-            return asyncio.run(_Batch(engine, out).run(lines))
-        finally:
-            asyncio.run(engine.close())
+            with loading() as progress:
+                engine = AsyncEngine.start(config, progress)
+            try:
+                return asyncio.run(batch.run(engine, lines))
+            finally:
+                asyncio.run(engine.close())
+        except KeyboardInterrupt:
+            where = "on standard output" if target == "-" else f"in {target}"
+            done = f"{batch.written} of {len(lines)} lines are done"
+            typer.echo(f"ebbtide: stopped; {done}{f', {where}' if batch.written else ''}", err=True)
+            raise
 
 
 @contextmanager
@@ -55,13 +66,20 @@ def _open(target: str, overwrite: bool) -> Iterator[TextIO]:
     if target == "-":
         yield sys.stdout
         return
+    path = Path(target)
     try:
-        with Path(target).open("w" if overwrite else "x", encoding="utf-8") as out:
-            yield out
+        out = path.open("w" if overwrite else "x", encoding="utf-8")
     except FileExistsError:
         raise InputError(f"{target} exists: choose another name, or pass --overwrite") from None
     except OSError as error:
-        raise Failure(f"cannot write {target}: {error.strerror}") from None
+        raise InputError(f"cannot write {target}: {error.strerror}") from None
+    try:
+        with out:
+            yield out
+    except BaseException:
+        if path.is_file() and not path.stat().st_size:
+            path.unlink()  # an empty one would only be in the way of the next try
+        raise
 
 
 def _read(source: str) -> list[tuple[int, str]]:
@@ -75,13 +93,13 @@ def _read(source: str) -> list[tuple[int, str]]:
 
 
 class _Batch:
-    def __init__(self, engine: AsyncEngine, out: TextIO) -> None:
-        self._engine = engine
+    def __init__(self, out: TextIO) -> None:
+        self.written = 0
         self._out = out
         self._failed = 0
 
-    async def run(self, lines: list[tuple[int, str]]) -> int:
-        """Work through the lines with a bounded number of them in the engine."""
+    async def run(self, engine: AsyncEngine, lines: list[tuple[int, str]]) -> int:
+        """Work through the lines with a bounded number of them in the engine; how many failed."""
         console = Console(stderr=True)
         waiting = iter(lines)
         with Progress(console=console, disable=not console.is_terminal) as progress:
@@ -89,13 +107,13 @@ class _Batch:
 
             async def worker() -> None:
                 for number, line in waiting:
-                    self._write(await self._complete(number, line))
+                    self._write(await self._complete(engine, number, line))
                     progress.advance(bar)
 
             await asyncio.gather(*(worker() for _ in range(min(AT_ONCE, len(lines)))))
         return self._failed
 
-    async def _complete(self, number: int, line: str) -> Record:
+    async def _complete(self, engine: AsyncEngine, number: int, line: str) -> Record:
         record: Record = {"line": number}
         try:
             asked = parse_line(line)
@@ -104,8 +122,8 @@ class _Batch:
             params = params_of(asked)
             prompt = asked.get("prompt")
             if "messages" in asked:
-                prompt = self._engine.tokenizer.encode_chat(asked["messages"])
-            completions = await self._generate(prompt, params)
+                prompt = engine.tokenizer.encode_chat(asked["messages"])
+            completions = await self._generate(engine, prompt, params)
         except InputError as error:
             return {**record, "error": str(error)}
         errors = [c.error for c in completions if c.error]
@@ -114,11 +132,13 @@ class _Batch:
         results = [dict(_result(completion)) for completion in completions]
         return {**record, **results[0]} if params.n == 1 else {**record, "completions": results}
 
-    async def _generate(self, prompt: Any, params: SamplingParams) -> list[Completion]:
+    async def _generate(
+        self, engine: AsyncEngine, prompt: Any, params: SamplingParams
+    ) -> list[Completion]:
         completions = [Completion() for _ in range(params.n)]
         while True:
             try:
-                stream = self._engine.generate(prompt, params)
+                stream = engine.generate(prompt, params)
                 break
             except QueueFull:
                 await asyncio.sleep(0.05)
@@ -128,9 +148,15 @@ class _Batch:
 
     def _write(self, record: Record) -> None:
         """At once and flushed: what is finished is never lost."""
+        try:
+            self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._out.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise Failure(f"cannot write a result: {error.strerror}") from None
         self._failed += "error" in record
-        self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._out.flush()
+        self.written += 1
 
 
 def parse_line(line: str) -> Record:

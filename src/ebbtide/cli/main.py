@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import sys
 from typing import Annotated, NoReturn
 
@@ -28,6 +30,26 @@ Temperature = Annotated[
 ]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"ebbtide {version('ebbtide')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all_commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 @options.with_engine_options
 def serve(engine: options.EngineOptions, host: Host = "127.0.0.1", port: Port = 8000) -> None:
@@ -43,9 +65,12 @@ def serve(engine: options.EngineOptions, host: Host = "127.0.0.1", port: Port = 
             typer.echo(f"Ebbtide serves {engine.config.model} at {url}/v1 (stop with Ctrl-C)")
 
         try:
-            kept = run(engine.config, host, port, progress=progress, ready=ready)
+            kept = run(
+                engine.config, host, port, progress=progress, ready=ready, stopping=typer.echo
+            )
         except BindError as error:
-            raise options.Failure(str(error)) from None
+            hint = ", 0 for a free one" if error.field == "port" else ""
+            raise options.Failure(f"{error}; choose another with --{error.field}{hint}") from None
     if kept:
         typer.echo(kept)
 
@@ -99,7 +124,7 @@ def main() -> None:
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except InputError as error:
-        _end(str(error), 2)
+        _end(options.with_flags(str(error)), 2)
     except options.Failure as error:
         _end(str(error), 1)
     except BrokenPipeError:  # whoever read our output has left; the interpreter is not to mind
@@ -110,10 +135,26 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:
-        wrong_usage = getattr(error, "format_message", None)  # of typer, and of click before it
-        if wrong_usage is None:
+        if not hasattr(error, "format_message"):  # of typer, and of click before it
             raise
-        _end(" ".join(wrong_usage().split()), 2)
+        _end(_usage_message(error), 2)
+
+
+def _usage_message(error: Exception) -> str:
+    """What typer says about wrong usage, on one line, with the value where its parser leaves it out."""
+    message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    option = re.search(r"'(--[\w-]+)", message)
+    said = _said(option[1]) if option else None
+    return message if said is None or said in message else f"{message}; got {said!r}"
+
+
+def _said(option: str) -> str | None:
+    """What the command line says for an option: "--port x" or "--port=x"."""
+    for word, following in itertools.pairwise([*sys.argv[1:], ""]):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else following or None
+    return None
 
 
 def _end(message: str, code: int) -> NoReturn:

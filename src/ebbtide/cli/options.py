@@ -127,6 +127,20 @@ def tier_urls(
     return (*urls, *others)
 
 
+FLAGS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in (*inspect.signature(_settings).parameters, "max_tokens", "temperature", "seed")
+} | {"kv_bytes": "--kv-memory", "host_bytes": "--host-memory"}
+_WORDS = re.compile(rf"\b({'|'.join(name for name in FLAGS if '_' in name)})\b")
+_START = re.compile(rf"\A({'|'.join(FLAGS)}) must be\b")
+
+
+def with_flags(message: str) -> str:
+    """A message about a setting, with the option that sets it in place of the setting's name."""
+    message = _START.sub(lambda found: f"{FLAGS[found[1]]} must be", message)
+    return _WORDS.sub(lambda found: FLAGS[found[1]], message)
+
+
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the engine's options; it gets them together, as ``engine``."""
     signature = inspect.signature(command, eval_str=True)

@@ -16,6 +16,7 @@ from ebbtide.params import SamplingParams
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
+OPTIONS = ("priority", "cache_salt", "fail_on_lost_kv")
 
 
 @dataclass(slots=True)
@@ -74,14 +75,12 @@ class LLM:
         priority, cache_salt, fail_on_lost_kv. Raises InputError before anything is computed; when
         interrupted, aborts what is unfinished.
         """
-        listed: Sequence[Prompt] = [prompts] if _is_one(prompts) else prompts  # type: ignore
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(listed)
-        if len(params) != len(listed):
-            raise InputError(f"{len(listed)} prompts, but {len(params)} sets of parameters")
+        listed = _listed(prompts)
+        each_params = _params_for(listed, params)
+        _check_options(options)
         batch = _Batch(self._engine, on_done)
         try:
-            for prompt, each in zip(listed, params, strict=True):
+            for prompt, each in zip(listed, each_params, strict=True):
                 batch.submit(prompt, each, options)
             while batch.unfinished:
                 batch.wait_for_one()
@@ -97,12 +96,7 @@ class LLM:
         **options: Any,
     ) -> list[Completion]:
         """Answer one conversation, or several together. Messages have a ``role`` and a ``content``."""
-        if not messages:
-            raise InputError(
-                "messages is empty: a conversation has at least one message", "messages"
-            )
-        several = messages if isinstance(messages[0], list | tuple) else [messages]
-        prompts = [self.tokenizer.encode_chat(list(each)) for each in several]  # type: ignore
+        prompts = [self.tokenizer.encode_chat(each) for each in _conversations(messages)]
         return self.generate(prompts, params, **options)
 
     def reset(self) -> None:
@@ -122,8 +116,73 @@ class LLM:
         self.close()
 
 
-def _is_one(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _listed(prompts: Any) -> Sequence[Prompt]:
+    """One prompt or several, as a list. Token ids are checked by the engine."""
+    wanted = "a text, a list of token ids, or a list of either"
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_list(prompts):
+        raise InputError(f"prompts must be {wanted}, got {_shown(prompts)}", "prompts")
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not _is_list(prompt):
+            raise InputError(
+                f"prompts must be {wanted}, got {_shown(prompt)} at index {number}", "prompts"
+            )
+    return list(prompts)
+
+
+def _params_for(prompts: Sequence[Prompt], params: Any) -> Sequence[SamplingParams]:
+    """One set of parameters for each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if not _is_list(params) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InputError(
+            f"params must be SamplingParams, or a list of them, got {_shown(params)}", "params"
+        )
+    if len(params) != len(prompts):
+        raise InputError(f"{len(prompts)} prompts, but {len(params)} sets of parameters", "params")
+    return list(params)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in options:
+        if name in SamplingParams.__dataclass_fields__:
+            raise InputError(f"{name} belongs into SamplingParams({name}=...)", name)
+        if name not in OPTIONS:
+            raise InputError(f"unknown option {name!r}{_nearest(name, OPTIONS)}", name)
+
+
+def _conversations(messages: Any) -> list[list[Message]]:
+    """One conversation or several, as a list of lists of messages."""
+    if not _is_list(messages):
+        hint = "; generate() completes a text" if isinstance(messages, str) else ""
+        raise InputError(
+            "messages must be a list such as [{'role': 'user', 'content': 'Hi'}], "
+            f"got {_shown(messages)}{hint}",
+            "messages",
+        )
+    several = messages if messages and _is_list(messages[0]) else [messages]
+    for conversation in several:
+        if not _is_list(conversation):
+            raise InputError(
+                f"messages holds {_shown(conversation)} among conversations", "messages"
+            )
+        if not conversation:
+            raise InputError(
+                "messages is empty: a conversation has at least one message", "messages"
+            )
+    return [list(conversation) for conversation in several]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}... ({type(value).__name__})"
 
 
 class _Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
@@ -52,12 +53,19 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path[:100]
     messages = {
-        404: (f"there is nothing at {path}", "unknown_path"),
+        404: (f"there is nothing at {path}{_near(request)}", "unknown_path"),
         405: (f"{path} does not take {method}", "method_not_allowed"),
     }
     message, code = messages.get(error.status_code, (str(error.detail), None))
     body = error_object(message, "invalid_request_error", code=code)
     return json_response(body, error.status_code, error.headers)
+
+
+def _near(request: Request) -> str:
+    """A hint at what the client may have meant."""
+    paths = [getattr(route, "path", "") for route in request.app.routes]
+    near = get_close_matches(request.url.path[:100], [p for p in paths if "{" not in p], 1)
+    return f"; did you mean {near[0]}?" if near else "; the API begins at /v1/models"
 
 
 class _CountResponses:

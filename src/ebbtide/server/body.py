@@ -65,6 +65,8 @@ def parse_object(data: bytes | str, what: str = "the body") -> dict[str, Any]:
 
     Raises ``RequestError`` (code ``invalid_json``), whose sentence begins with ``what``.
     """
+    if not data.strip():
+        raise RequestError(f"{what} is empty; it must be a JSON object", code="invalid_json")
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)

@@ -6,6 +6,7 @@ OpenAI API.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from ebbtide.server.errors import RequestError
 
 NAME_CHARACTERS_MAX = 60
+VALUE_CHARACTERS_MAX = 60
 
 
 def check_names(
@@ -41,17 +43,26 @@ def check_names(
 
 
 def wrong_type(name: str, wanted: str, value: Any) -> RequestError:
-    return RequestError(
-        f"{name} must be {wanted}, got {type_name(value)}", name, code="invalid_type"
-    )
+    return RequestError(f"{name} must be {wanted}, got {shown(value)}", name, code="invalid_type")
 
 
-def type_name(value: Any) -> str:
-    """What JSON calls the type of ``value``."""
-    names = {bool: "a boolean", str: "a string", dict: "an object", list: "an array"}
-    if value is None:
-        return "null"
-    return names.get(type(value), "a number")
+def shown(value: Any) -> str:
+    """A JSON value in a message: its type where it may be long, else itself."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "an array"
+    text = json.dumps(value, ensure_ascii=False)
+    text = text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[: VALUE_CHARACTERS_MAX - 3]}..."
+    return f"the string {text}" if isinstance(value, str) else text
+
+
+def check_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong_type(name, "an integer", value)
+
+
+def check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(name, "a number", value)
 
 
 def boolean(body: Mapping[str, Any], name: str, default: bool = False, where: str = "") -> bool:
@@ -83,8 +94,7 @@ def integer(body: Mapping[str, Any], name: str, default: int, low: int, high: in
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_type(name, "an integer", value)
+    check_integer(name, value)
     if not low <= value <= high:
         raise RequestError(f"{name} must be from {low} to {high}, got {value}", name)
     return value

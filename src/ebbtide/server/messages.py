@@ -43,9 +43,13 @@ def _read_message(message: Any, where: str) -> dict[str, str]:
     if not isinstance(message, dict):
         raise fields.wrong_type(where, "an object", message)
     role = message.get("role")
+    if role is None:
+        raise RequestError(f"{where}.role is required", f"{where}.role", code="missing_parameter")
+    if not isinstance(role, str):
+        raise fields.wrong_type(f"{where}.role", "a string", role)
     if role not in ROLES:
         raise RequestError(
-            f"{where}.role must be one of {', '.join(ROLES)}; got {str(role)[:40]!r}",
+            f"{where}.role must be one of {', '.join(ROLES)}; got {fields.shown(role)}",
             f"{where}.role",
         )
     known = _KNOWN | {"tool_call_id"} if role == "tool" else _KNOWN

@@ -22,21 +22,19 @@ LOGIT_BIAS_MAX = 1024
 STOP_TOKENS_MAX = 256
 PRIORITY_BOUND = 1 << 31
 
-# Read as they are; SamplingParams checks their types and ranges.
-_PLAIN = frozenset(
+# Read as they are; SamplingParams checks their ranges.
+_INTEGERS = frozenset({"top_k", "min_tokens", "seed", "n"})
+_NUMBERS = frozenset(
     {
         "temperature",
         "top_p",
-        "top_k",
         "min_p",
         "repetition_penalty",
         "presence_penalty",
         "frequency_penalty",
-        "min_tokens",
-        "seed",
-        "n",
     }
 )
+_PLAIN = _INTEGERS | _NUMBERS
 _WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key")
 _COMMON = _PLAIN.union(
     ("model", "stream", "stream_options", "priority", "cache_salt", "on_lost_kv"),
@@ -173,7 +171,8 @@ def _in_chat_words(error: InputError, body: Mapping[str, Any]) -> InputError:
     name = said.get(error.field or "")
     if name is None or name == error.field or not str(error).startswith(f"{error.field} "):
         return error
-    return RequestError(name + str(error).removeprefix(error.field or ""), name)
+    code = getattr(error, "code", None)
+    return RequestError(name + str(error).removeprefix(error.field or ""), name, code=code)
 
 
 def _check_response_format(body: Mapping[str, Any]) -> None:
@@ -199,6 +198,7 @@ def _read_prompts(value: Any) -> tuple[str | list[int], ...]:
             f"prompt must not be empty, and hold {PROMPTS_MAX} prompts at most; got "
             f"{len(prompts)} of them",
             "prompt",
+            code=None if prompts else "empty_prompt",
         )
     for prompt in prompts:
         if not isinstance(prompt, str) and not fields.is_token_list(prompt):
@@ -271,6 +271,9 @@ def read_sampling(body: Mapping[str, Any], given: Mapping[str, Any]) -> Sampling
     """All sampling parameters of ``body`` but max_tokens and logprobs, which go by several names:
     those are in ``given``. Raises ``InputError``."""
     values = {**given, **{name: body[name] for name in _PLAIN if body.get(name) is not None}}
+    for name, value in values.items():
+        check = fields.check_number if name in _NUMBERS else fields.check_integer
+        check(name, value)
     values["stop"] = _read_stop(body.get("stop"))
     values["ignore_eos"] = fields.boolean(body, "ignore_eos")
     values["stop_token_ids"] = _read_stop_tokens(body.get("stop_token_ids"))
@@ -319,6 +322,8 @@ def _read_logit_bias(value: Mapping[str, Any] | None) -> dict[int, Any]:
             )
         if int(key) in biases:
             raise RequestError(f"logit_bias names token {int(key)} twice", "logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise fields.wrong_type("logit_bias", "an object of numbers", bias)
         biases[int(key)] = bias
     return biases
 
@@ -333,4 +338,8 @@ def _read_repetition(value: Mapping[str, Any] | None) -> RepetitionStop | None:
             raise RequestError(
                 f"repetition.{name} is required", f"repetition.{name}", code="missing_parameter"
             )
-    return RepetitionStop(**value)
+        fields.check_integer(f"repetition.{name}", value[name])
+    try:
+        return RepetitionStop(**value)
+    except InputError as error:
+        raise RequestError(f"repetition.{error}", f"repetition.{error.field}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -27,11 +28,19 @@ DEFAULT_PORT = 8000
 # What may pass after the grace period until the last answers are written and connections closed.
 CLOSING_S = 1.0
 
+AT_ONCE = "Ctrl-C ends at once"
+
+Say = Callable[[str], None]
+
 log = logging.getLogger("ebbtide.server")
 
 
 class BindError(Exception):
-    """The address cannot be listened on. Its text is a sentence."""
+    """The address cannot be listened on. Its text is a sentence; ``field`` is "host" or "port"."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -41,7 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        raise BindError(f"the host {host!r} is not known: {error}") from None
+        raise BindError(f"the host {host!r} is not known: {error}", "host") from None
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,7 +63,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _bind_error(host: str, port: int, error: OSError) -> BindError:
     return BindError(
-        f"cannot listen on {host} port {port}: {(error.strerror or str(error)).lower()}"
+        f"cannot listen on {host} port {port}: {(error.strerror or str(error)).lower()}",
+        "host" if error.errno == errno.EADDRNOTAVAIL else "port",
     )
 
 
@@ -71,19 +81,21 @@ def serve(
     *,
     config: ServerConfig | None = None,
     progress: Callable[[str, float], None] | None = None,
-    ready: Callable[[str], None] | None = None,
+    ready: Say | None = None,
+    stopping: Say | None = None,
 ) -> str:
     """Load the model and serve it until SIGINT or SIGTERM; a second signal exits at once.
 
     The port is taken before the model is loaded. ``ready`` gets the base URL once requests are
-    answered. Returns what the tiers below the host tier keep, in sentences. Raises ``BindError``, and
-    ``InputError`` for settings or a model that cannot work.
+    answered, ``stopping`` a sentence on each thing that the end waits for. Returns what the tiers below
+    the host tier keep, in sentences. Raises ``BindError``, and ``InputError`` for settings or a model
+    that cannot work.
     """
     with bind(host, port) as sock:
         from ebbtide.engine.async_engine import AsyncEngine
 
         engine = AsyncEngine.start(engine_config, progress)
-        return serve_engine(engine, sock, config=config, ready=ready)
+        return serve_engine(engine, sock, config=config, ready=ready, stopping=stopping)
 
 
 def serve_engine(
@@ -91,10 +103,11 @@ def serve_engine(
     sock: socket.socket,
     *,
     config: ServerConfig | None = None,
-    ready: Callable[[str], None] | None = None,
+    ready: Say | None = None,
+    stopping: Say | None = None,
 ) -> str:
     """Serve a running engine on a bound socket, like ``serve``; closes both at the end."""
-    return asyncio.run(Server(engine, config or ServerConfig(), ready).run(sock))
+    return asyncio.run(Server(engine, config or ServerConfig(), ready, stopping).run(sock))
 
 
 class Server(uvicorn.Server):
@@ -104,7 +117,8 @@ class Server(uvicorn.Server):
         self,
         engine: AsyncEngine,
         config: ServerConfig,
-        ready: Callable[[str], None] | None = None,
+        ready: Say | None = None,
+        stopping: Say | None = None,
     ) -> None:
         app = create_app(engine, config)
         super().__init__(
@@ -121,17 +135,32 @@ class Server(uvicorn.Server):
         self._service = app.state.service
         self._grace_s = config.grace_s
         self._ready = ready
+        self._stopping = stopping
 
     async def run(self, sock: socket.socket) -> str:  # type: ignore[override]
         """Serve until told to stop. Returns what is kept of the KV. Raises ``BindError`` if the port
         was taken meanwhile."""
         url = url_of(sock)
-        try:
-            await self.serve([sock])
-        finally:
-            kept = await self._engine.close()
+        with self.capture_signals():  # a second signal counts while the engine closes, too
+            try:
+                await self.serve([sock])
+            finally:
+                kept = await self._close_engine()
         log.info("stopped serving %s", url)
         return kept
+
+    async def _close_engine(self) -> str:
+        """A step cannot be interrupted, and what is to be kept is written: both may take a while."""
+        closing = asyncio.ensure_future(self._engine.close())
+        await asyncio.wait((closing,), timeout=CLOSING_S)
+        if not closing.done():
+            what = "the steps in flight, and for KV that is to be kept"
+            self._tell(f"Stopping: waiting for {what} ({AT_ONCE}).")
+        return await closing
+
+    def _tell(self, sentence: str) -> None:
+        if self._stopping is not None:
+            self._stopping(sentence)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets, "the socket is bound before the model is loaded"
@@ -145,6 +174,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stop()
+        if unfinished := self._service.unfinished:
+            requests = "1 request has" if unfinished == 1 else f"{unfinished} requests have"
+            self._tell(f"Stopping: {requests} {self._grace_s:g} s to finish ({AT_ONCE}).")
         timer = asyncio.get_running_loop().call_later(self._grace_s, self._service.end_all)
         await super().shutdown(sockets)
         timer.cancel()

@@ -40,6 +40,11 @@ class Service:
         self.stopping = False
         self._active: set[Generation] = set()
 
+    @property
+    def unfinished(self) -> int:
+        """Requests that are being answered."""
+        return len(self._active)
+
     def stop(self) -> None:
         """Refuse new requests from now on."""
         self.stopping = True
