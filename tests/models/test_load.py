@@ -62,16 +62,27 @@ def test_a_hub_id_needs_the_hub_package(monkeypatch: pytest.MonkeyPatch) -> None
         find_model(load.DEFAULT_MODEL)
 
 
-def test_a_hub_that_cannot_be_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("no route\nto host", "no route"),
+        (
+            "Got: ConnectError: [Errno -2] Name or service not known\nAn error happened",
+            r"it cannot be reached \(Name or service not known\); a .gguf file or a directory "
+            "needs no hub",
+        ),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_said(
+    monkeypatch: pytest.MonkeyPatch, said: str, told: str
+) -> None:
     def unreachable(*arguments: object, **options: object) -> str:
-        raise ConnectionError("no route\nto host")
+        raise ConnectionError(said)
 
     monkeypatch.setitem(
         sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=unreachable)
     )
-    with pytest.raises(
-        InputError, match=r"owner/name could not be fetched from the hub: no route$"
-    ):
+    with pytest.raises(InputError, match=f"owner/name could not be fetched from the hub: {told}$"):
         find_model("owner/name")
 
 

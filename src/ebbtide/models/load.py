@@ -20,6 +20,8 @@ DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 HUB_DUPLICATES = ("consolidated*", "*/*")  # the same weights again, in other layouts
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# How huggingface_hub says that there is no network: the name of its client's exception first.
+_OFFLINE = re.compile(r"Got: \w+: (?:\[Errno -?\d+\] )?(.+)")
 
 Progress = Callable[[str, float], None]
 
@@ -118,6 +120,10 @@ def _download(hub_id: str, report: Progress) -> Path:
         )
     except Exception as error:  # its errors share no base class, and httpx's pass through it
         reason = (str(error).strip() or repr(error)).splitlines()[0]
+        if offline := _OFFLINE.match(reason):
+            reason = (
+                f"it cannot be reached ({offline[1]}); a .gguf file or a directory needs no hub"
+            )
         raise InputError(f"{hub_id} could not be fetched from the hub: {reason}", "model") from None
     report(f"fetching {hub_id}", 1.0)
     return Path(path)
