@@ -15,6 +15,9 @@ block to its next, no more than the capacity can lie over one point in time, and
 last loses the fewest intervals (Faigle and Nawijn, "Note on scheduling intervals on-line", 1995). And a
 block is never needed later than those behind it in its chain, so what is kept has no holes, and all its
 block hits are prefix hits: no cache can have more.
+
+Tables "below host" are of a file tier that sees what the host tier above it misses: a block that is computed
+is written to both; one that only the file tier has is read and touched there, and comes to the host tier.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide.offload.policies import POLICIES, EvictionPolicy
+from ebbtide.offload.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy
 
 CAPACITIES = (1_000, 2_000, 5_000, 10_000, 20_000, 30_000, 50_000)
+HOST_BLOCKS = 5_000  # above a file tier
 TRACES = ("conversation", "synthetic")
 # hit rates of a cache that evicts the least recent block, with each request used first block to last
 KNOWN_LRU = {
@@ -102,6 +106,30 @@ def policy_rate(
     return 100 * cache.hits / sum(map(len, requests))
 
 
+def rate_below_host(
+    make: Callable[[int], EvictionPolicy], capacity: int, requests: Requests
+) -> float:
+    """Hits in either, of a tier of ``capacity`` blocks below a host tier with the default policy."""
+    host = Cache(POLICIES[DEFAULT_POLICY](HOST_BLOCKS), HOST_BLOCKS)
+    tier = Cache(make(capacity), capacity)
+    hits = 0
+    for request in requests:
+        found = sum(1 for _ in takewhile(lambda b: b in host.held or b in tier.held, request))
+        hits += found
+        for place, block in enumerate(request):
+            if block in host.held:
+                continue
+            if block in tier.held and place < found:
+                tier.policy.touch(block)
+            elif block not in tier.held:
+                tier.add(block)
+                tier.policy.touch(block)
+            host.add(block)
+        for block in reversed(request):
+            host.policy.touch(block)
+    return 100 * hits / sum(map(len, requests))
+
+
 def optimum_rate(capacity: int, requests: Requests) -> float:
     """See the module's text. Raises AssertionError where the blocks do not form chains."""
     next_uses: list[list[int]] = []
@@ -149,6 +177,16 @@ def compare(requests: Requests, unbounded: int) -> Rates:
     }
     rates["optimum"] = {c: optimum_rate(c or unbounded, requests) for c in capacities}
     return rates
+
+
+def compare_below_host(requests: Requests) -> Rates:
+    """The optimum is that of one cache as large as both."""
+    capacities = [c for c in CAPACITIES if c >= 2 * HOST_BLOCKS]
+    rates = {
+        name: {c: rate_below_host(make, c, requests) for c in capacities}
+        for name, make in POLICIES.items()
+    }
+    return rates | {"optimum": {c: optimum_rate(c + HOST_BLOCKS, requests) for c in capacities}}
 
 
 def rates_table(title: str, rates: Rates) -> Table:
@@ -239,6 +277,7 @@ def main() -> None:
         )
     console = Console(width=110)
     results: dict[str, Rates] = {}
+    below: dict[str, Rates] = {}
     for name in TRACES:
         requests = read_trace(args.folder / f"{name}_trace.jsonl")
         unbounded = len({block for request in requests for block in request})
@@ -248,6 +287,9 @@ def main() -> None:
         console.print(
             rates_table(f"{name}: hits, % of blocks, by capacity in blocks", results[name])
         )
+        below[name] = compare_below_host(requests)
+        title = f"{name}, below host: {DEFAULT_POLICY}, {HOST_BLOCKS:,} blocks"
+        console.print(rates_table(title, below[name]))
     costs = {name: cost(make, args.chunks, args.chunks // 5) for name, make in POLICIES.items()}
     table = Table(
         "policy", title=f"microseconds of CPU time per operation, {args.chunks:,} chunks held"
@@ -261,7 +303,9 @@ def main() -> None:
     if args.plot:
         plot(results, args.plot)
     if args.json:
-        args.json.write_text(json.dumps({"rates": results, "costs": costs}, indent=1))
+        args.json.write_text(
+            json.dumps({"rates": results, "below": below, "costs": costs}, indent=1)
+        )
 
 
 if __name__ == "__main__":

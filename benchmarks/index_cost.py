@@ -111,13 +111,17 @@ def report_index(chunks: int, console: Console) -> dict[str, dict[str, float]]:
 # --- start -----------------------------------------------------------------------------------
 
 
+def check_room(root: Path, files: int) -> None:
+    """Raises TooLarge."""
+    space = os.statvfs(root)
+    if space.f_files and space.f_favail < INODES_SPARE * files:
+        raise TooLarge(f"{files:,} files need more inodes than are free: use fewer (--files)")
+    if space.f_bavail * space.f_frsize < FOLDER_BYTES * files:
+        raise TooLarge(f"{files:,} files need more space than is free: use fewer (--files)")
+
+
 def make_files(root: Path, ids: Sequence[bytes], console: Console) -> None:
     """Files as long as those of chunks, without their contents: names and sizes are all that is read."""
-    space = os.statvfs(root)
-    if space.f_files and space.f_favail < INODES_SPARE * len(ids):
-        raise TooLarge(f"{len(ids):,} files need more inodes than are free: use fewer (--files)")
-    if space.f_bavail * space.f_frsize < FOLDER_BYTES * len(ids):
-        raise TooLarge(f"{len(ids):,} files need more space than is free: use fewer (--files)")
     size = HEAD_BYTES + CHUNK_BYTES
     for place in {id[: NAMESPACE_BYTES + 1] for id in ids}:
         os.makedirs(directory_path(str(root), place))
@@ -161,6 +165,7 @@ def report_start(
     root = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir=parent))
     starts = []
     try:
+        check_room(root, files)
         ids = ids_of(files)
         make_files(root, ids, console)
         for _ in shown(range(STARTS), "starts", console):
