@@ -12,6 +12,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -24,6 +25,7 @@ from ebbtide.params import SamplingParams
 ANSWER_TOKENS = 20
 POOL_TOKENS = 1600
 BLOCK_SIZE = 16
+WIDTH_FOR_ANSWERS = 115  # columns of a terminal that has room for a table with the answers in it
 NAMES = ("harbour", "kitchen", "observatory", "orchard")
 TURNS = (
     "What happened on day 3? Answer in one short sentence.",
@@ -91,7 +93,7 @@ def run_demo(model: str = DEFAULT_MODEL, console: Console | None = None) -> bool
 async def _play(console: Console, model: str, host_tier: bool) -> list[Turn]:
     title = "[green]with[/green] a host tier" if host_tier else "[red]without[/red] a host tier"
     engine = await _start(console, model, host_tier)
-    table = _turn_table(f"KV {title}")
+    table = _turn_table(f"KV {title}", console.width >= WIDTH_FOR_ANSWERS)
     total = len(NAMES) * len(TURNS)
     turns = []
     try:
@@ -143,26 +145,28 @@ async def _take_turn(
     return Turn(name, number + 1, ttft_s, answer, usage)
 
 
-def _turn_table(title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("conversation")
+def _turn_table(title: str, answers: bool) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE)
+    table.add_column("conversation", no_wrap=True)
     table.add_column("turn", justify="right")
     table.add_column("first token", justify="right")
     for source in ("prompt", "device", "host", "computed"):
         table.add_column(source, justify="right")
-    table.add_column("answer", max_width=38, no_wrap=True, overflow="ellipsis")
+    if answers:
+        table.add_column("answer", max_width=38, no_wrap=True, overflow="ellipsis")
     return table
 
 
 def _add_row(table: Table, turn: Turn) -> None:
     usage = turn.usage
     counts = (usage.prompt_tokens, usage.device, usage.host, usage.computed)
+    answer = [" ".join(turn.answer.split())] if table.columns[-1].header == "answer" else []
     table.add_row(
         turn.conversation,
         str(turn.number),
         f"{turn.ttft_s * 1000:,.0f} ms",
         *(f"{count:,}" if count else "-" for count in counts),
-        " ".join(turn.answer.split()),
+        *answer,
         end_section=turn.conversation == NAMES[-1],
     )
 
@@ -175,7 +179,7 @@ def _compare(console: Console, with_tier: list[Turn], without: list[Turn]) -> bo
         return sum(turn.usage.computed for turn in turns)
 
     same = [t.answer for t in with_tier] == [t.answer for t in without]
-    table = Table(title="The difference", title_justify="left")
+    table = Table(title="The difference", title_justify="left", box=SIMPLE)
     for column in ("", "with", "without", "ratio"):
         table.add_column(column, justify="right" if column else "left")
     rows = (

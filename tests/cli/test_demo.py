@@ -1,0 +1,27 @@
+"""What the demo prints, for turns that were not played."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from ebbtide.cli import demo
+from ebbtide.engine.output import Usage
+
+
+@pytest.mark.parametrize(("width", "has_answers"), [(80, False), (114, False), (115, True)])
+def test_a_turn_takes_one_whole_line_at_any_width(width: int, has_answers: bool) -> None:
+    answer = "On day 3, Dalia was on duty, and Emre helped them."
+    turn = demo.Turn("observatory", 3, 61.992, answer, Usage(1_031, 20, 1_016, 1_976, 2_039))
+    table = demo._turn_table("KV", width >= demo.WIDTH_FOR_ANSWERS)
+    demo._add_row(table, turn)
+    console = Console(width=width, file=io.StringIO())
+    console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    (row,) = [line for line in lines if "observatory" in line]
+    for cell in ("61,992 ms", "1,031", "1,016", "1,976", "2,039"):
+        assert f" {cell} " in row
+    assert any("conversation" in line and "computed" in line for line in lines)
+    assert any("On day 3" in line for line in lines) == has_answers
