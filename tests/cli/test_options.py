@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from ebbtide.cli import main as cli
-from ebbtide.cli.options import parse_bytes, with_flags
+from ebbtide.cli.options import _settings, parse_bytes, with_flags
 from ebbtide.errors import InputError
 
 
@@ -90,6 +93,15 @@ def test_only_names_of_settings_become_options() -> None:
     )
     for plain in ("there is no model at x", "the device must be", "this model must be read"):
         assert with_flags(plain) == plain
+
+
+def test_every_option_is_documented_with_its_default() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    for name, parameter in inspect.signature(_settings).parameters.items():
+        row = re.search(rf"^\| `--{name.replace('_', '-')}` \| (.+?) \|", table, re.MULTILINE)
+        assert row, name
+        if parameter.default is not None:
+            assert row[1].strip("`") == str(parameter.default)
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
