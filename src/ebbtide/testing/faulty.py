@@ -1,21 +1,24 @@
-"""Device and host memory that lose, spoil and refuse bytes when told to.
+"""Device and host memory and tiers that lose, spoil and refuse bytes when told to.
 
 A *bad* mark stands for a checksum. It travels with the content: a store of a bad block makes a bad
-chunk, which makes a bad block when it is loaded. The first step that reads a bad block reports it.
+chunk, which stays bad in the tiers below, and makes a bad block when it is loaded. The first step that
+reads a bad block reports it.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from ebbtide.core.groups import KVGroup
-from ebbtide.core.plan import Direction, Row, StepPlan, Transfer, TransferResult
+from ebbtide.core.plan import NO_SLOT, Direction, Row, StepPlan, Transfer, TransferResult
 from ebbtide.offload.arena import Bytes, ChunkMemory
+from ebbtide.offload.below import Action, Job, JobResult
 from ebbtide.offload.mover import move
+from ebbtide.testing.lower_tier import LowerTier
 from ebbtide.testing.witness import WitnessMemory
 
 GARBAGE = np.uint64(0xBAD0BAD0BAD0BAD0)
@@ -37,8 +40,23 @@ class _BrokenDriver:
         raise OSError("injected")
 
 
+class _Driver:
+    """What the tiers load blocks with. ``broken`` while a load is to fail."""
+
+    def __init__(self, memory: WitnessMemory) -> None:
+        self.broken = False
+        self._memory = memory
+
+    def load(self, block: int, source: Bytes) -> None:
+        (_BrokenDriver(self._memory) if self.broken else self._memory).load(block, source)
+
+    def store(self, block: int, target: Bytes) -> None:
+        raise NotImplementedError("a tier stores no blocks")
+
+
 class FaultyMemory:
-    """``memory`` and ``arena`` with faults. ``move`` is what executor and mover are to call."""
+    """``memory``, ``arena`` and ``tiers`` with faults. ``move`` is what executor and mover are to call,
+    ``do`` what carries out jobs. ``note`` hears of a chunk that was gone when it was read."""
 
     def __init__(
         self,
@@ -47,15 +65,22 @@ class FaultyMemory:
         arena: ChunkMemory,
         rng: random.Random,
         strikes: Strikes,
+        tiers: Sequence[LowerTier] = (),
+        note: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.memory = memory
         self.arena = arena
+        self.tiers = {tier.name: tier for tier in tiers}
         self.bad_blocks: set[int] = set()
         self.bad_slots: set[tuple[int, int]] = set()  # (slot, block of the chunk)
         self._marking = threading.RLock()  # marks and bytes change together
         self._groups = tuple(groups)
         self._rng = rng
         self._strikes = strikes
+        self._note = note
+        self._driver = _Driver(memory)
+        for tier in tiers:
+            tier.attach(arena, self._driver, memory.block_bytes)
 
     def any_block(self) -> int:
         return self._rng.randrange(self.memory.words.shape[0])
@@ -68,23 +93,59 @@ class FaultyMemory:
     def move(self, transfer: Transfer) -> TransferResult:
         """Move the bytes, or fail, or do harm."""
         with self._marking:
-            return self._move(transfer)
+            return self._read_below(transfer) if transfer.tier else self._move(transfer)
 
     def _move(self, transfer: Transfer) -> TransferResult:
         is_load = transfer.direction is Direction.LOAD
         if self._strikes("load_fails" if is_load else "store_fails"):
             return move(transfer, self.arena, _BrokenDriver(self.memory))
         result = move(transfer, self.arena, self.memory)
-        for number, block in enumerate(transfer.blocks, transfer.offset):
-            place = (transfer.slot, number)
-            if is_load:
-                self.bad_blocks.discard(block)
-                self.bad_blocks.update({block} if place in self.bad_slots else ())
-            else:
-                self.bad_slots.discard(place)
-                self.bad_slots.update({place} if block in self.bad_blocks else ())
-        if is_load and self._strikes("corrupt_load"):
-            self.spoil(transfer.blocks[: self._rng.randrange(len(transfer.blocks)) + 1])
+        if is_load:
+            self._arrived(transfer, {n for slot, n in self.bad_slots if slot == transfer.slot})
+        else:
+            blocks = enumerate(transfer.blocks, transfer.offset)
+            self._mark_slot(transfer.slot, {n for n, block in blocks if block in self.bad_blocks})
+        return result
+
+    def _read_below(self, transfer: Transfer) -> TransferResult:
+        """From a tier, by way of a slot where it has one."""
+        tier = self.tiers[transfer.tier]
+        tier.place.doing = "read"
+        bad = tier.place.bad.get(transfer.key, frozenset())
+        was_there = tier.place.payload(transfer.key) is not None
+        self._driver.broken = self._strikes("load_fails")
+        (result,) = tier.mover.read([transfer])
+        self._driver.broken = False
+        if not was_there and transfer.key in tier.place.took:
+            self._note("missing_chunk")
+        if transfer.slot != NO_SLOT:
+            self._mark_slot(transfer.slot, bad)
+        if not result.error:
+            self._arrived(transfer, bad)
+        return result
+
+    def _mark_slot(self, slot: int, bad: Iterable[int]) -> None:
+        self.bad_slots = {place for place in self.bad_slots if place[0] != slot}
+        self.bad_slots.update((slot, number) for number in bad)
+
+    def _arrived(self, load: Transfer, bad: Collection[int]) -> None:
+        """The content of a chunk, of which these blocks are ``bad``, is on the device."""
+        self.bad_blocks.difference_update(load.blocks)
+        blocks = enumerate(load.blocks, load.offset)
+        self.bad_blocks.update(block for number, block in blocks if number in bad)
+        if self._strikes("corrupt_load"):
+            self.spoil(load.blocks[: self._rng.randrange(len(load.blocks)) + 1])
+
+    def do(self, job: Job) -> JobResult:
+        with self._marking:
+            tier = self.tiers[job.tier]
+            place = tier.place
+            place.doing = job.action.value
+            before = place.payload(job.key)
+            (result,) = tier.mover.do([job])
+            if job.action is Action.WRITE and place.payload(job.key) is not before:
+                bad = {number for slot, number in self.bad_slots if slot == job.slot}
+                place.bad[job.key] = frozenset(bad)
         return result
 
     def noticed(self, plan: StepPlan) -> frozenset[int]:

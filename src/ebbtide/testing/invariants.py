@@ -33,26 +33,30 @@ from ebbtide.testing.witness import WitnessMemory, WitnessModel, WitnessTape, Wo
 # --- requests and queues -------------------------------------------------------------------
 
 
-def check_requests(scheduler: Scheduler, plans: Sequence[StepPlan]) -> None:
-    """``plans`` are in flight. Every request is where its state says, and every wait has an owner."""
+def check_requests(
+    scheduler: Scheduler, plans: Sequence[StepPlan], held: Collection[str] = ()
+) -> None:
+    """``plans`` are in flight; the requests of ``held`` are not to start yet. Every request is where its
+    state says, and every wait has an owner."""
     in_flight = Counter(row.request_id for plan in plans for row in plan.rows)
     queued = Counter(r for _, _, r in scheduler._waiting if r.state is not State.FINISHED)
     queued.update(r for r in scheduler.kv.woken if r.state is not State.FINISHED)
     parked = _check_parked(scheduler)
-    held = {
+    containers = {
         State.RUNNING: scheduler._running,
         State.LOADING: scheduler._loading,
         State.DRAINING: scheduler._draining,
     }
-    for state, container in held.items():
+    for state, container in containers.items():
         for request_id, request in container.items():
             assert scheduler.requests.get(request_id) is request, f"{request!r} is a ghost"
             assert request.state is state, f"{request!r} is among the {state.name}"
     for request in scheduler.requests.values():
         places = queued[request] + parked[request]
-        assert places == (request.state is State.WAITING), f"{request!r} is queued {places} times"
-        if request.state in held:
-            assert request.id in held[request.state], f"{request!r} is in no container"
+        waits = request.state is State.WAITING and request.id not in held
+        assert places == waits, f"{request!r} is queued {places} times"
+        if request.state in containers:
+            assert request.id in containers[request.state], f"{request!r} is in no container"
         assert request.in_flight == in_flight[request.id], f"{request!r}: steps in flight differ"
         _check_positions(scheduler, request)
         _check_state(scheduler, request)
@@ -237,6 +241,11 @@ class Chains:
         self._expected_host: Words = np.zeros(shape, np.uint64)
         self._keys: dict[int, bytes] = {}
 
+    def restart(self, memory: WitnessMemory) -> None:
+        """Everything but the tiers below is lost; what chains stand for stays known."""
+        self._memory = memory
+        self._known, self._names, self._keys = {}, {}, {}
+
     def learn(self, requests: Iterable[Request]) -> None:
         """Take in the chains of requests: call it while, or after, their digests have grown."""
         size = self._memory.block_size
@@ -298,6 +307,14 @@ class Chains:
         wrong = [place for place in wrong if place not in known_bad]
         assert not wrong, f"wrong content in the slots (slot, block) {wrong}"
 
+    def check_payload(self, key: bytes, payload: bytes, known_bad: Collection[int]) -> None:
+        """A tier holds the chunk as it should be. ``known_bad``: blocks of the chunk."""
+        expected = self._chunk(key)
+        content = np.frombuffer(payload[: expected.nbytes], np.uint64).reshape(expected.shape)
+        same = (content == expected).all(axis=(1, 2))
+        wrong = [block for block in np.flatnonzero(~same) if block not in known_bad]
+        assert not wrong, f"wrong content in the blocks {wrong} of the chunk {key.hex()} in a tier"
+
     def _chunk(self, key: bytes) -> Words:
         digest, group = key[:-2], int.from_bytes(key[-2:], "little")
         blocks: list[Words] = []
@@ -325,6 +342,8 @@ def check_drained(scheduler: Scheduler, manager: OffloadManager) -> None:
         "stores due": manager._progress,
         "slots that are to leave": manager._leaving,
         "jobs": manager.jobs_in_flight,
+        "tiers to clear": [tier.name for tier in manager.below if tier._uncleared],
+        "late reads": [tier.name for tier in manager.below if tier._late],
         "references": [b for b, count in enumerate(kv.pool._references) if count],
         "pins": [n for n, slot in enumerate(slots._slots) if slot.pins],
         "slots in between": [

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,8 +14,10 @@ from ebbtide.core.ledger import DEVICE, HOST, Cause
 from ebbtide.core.plan import StepOutcome, TransferResult
 from ebbtide.core.request import Drain, FinishReason, Request, State
 from ebbtide.core.scheduler import Scheduler
+from ebbtide.offload.below import JobResult
 from ebbtide.offload.host import SlotState
 from ebbtide.offload.manager import OffloadManager
+from ebbtide.testing.lower_tier import LowerTier
 
 NAMES = frozenset(
     {
@@ -80,8 +83,15 @@ class _Before(NamedTuple):
 class Probes:
     """Tell it what is about to happen and what has happened; ``hit`` counts what it saw."""
 
-    def __init__(self, scheduler: Scheduler, manager: OffloadManager) -> None:
-        self.hit: Counter[str] = Counter()
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        manager: OffloadManager,
+        tiers: Sequence[LowerTier],
+        hit: Counter[str],
+    ) -> None:
+        self.hit = hit
+        self._tiers = {tier.name: tier for tier in tiers}
         self._scheduler = scheduler
         self._manager = manager
         self._before: dict[Request, _Before] = {}
@@ -243,6 +253,10 @@ class Probes:
             self.count(
                 f"ended: on a chunk's end, its last token {'' if written else 'not '}written"
             )
+
+    def before_job(self, result: JobResult) -> None: ...
+
+    def answered(self, held: bool, found: Sequence[bytes]) -> None: ...
 
     def aborting(self, request_id: str) -> None:
         request = self._scheduler.requests[request_id]

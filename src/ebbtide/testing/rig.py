@@ -17,14 +17,15 @@ from ebbtide.core.output import Output
 from ebbtide.core.plan import StepOutcome, StepPlan
 from ebbtide.core.request import FinishReason
 from ebbtide.core.scheduler import SUSPECT, Scheduler, SchedulerConfig
-from ebbtide.offload.arena import Arena, ChunkMemory
-from ebbtide.offload.host import HostSlots
+from ebbtide.offload.arena import Arena, ChunkMemory, slot_bytes_for
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.offload.policies import LRU, EvictionPolicy
 from ebbtide.params import SamplingParams
 from ebbtide.testing import invariants
 from ebbtide.testing.faulty import FaultyMemory
+from ebbtide.testing.lower_tier import LowerTier, Place
 from ebbtide.testing.rules import WatchedManager
+from ebbtide.testing.tier_rules import WatchedBelow, WatchedSlots
 from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel, oracle
 from ebbtide.testing.world import World
 
@@ -44,27 +45,48 @@ class Parts(NamedTuple):
 
 
 DEFAULT_PARTS = Parts()
+TIER_NAMES = ("near", "far")
 
 
 class Rig:
-    def __init__(self, world: World, rng: random.Random, parts: Parts) -> None:
+    """``places``: what the tiers below have, where they outlived another rig."""
+
+    def __init__(
+        self,
+        world: World,
+        rng: random.Random,
+        parts: Parts,
+        places: Sequence[Place] | None = None,
+    ) -> None:
         self.world = world
         self.rng = rng
         self.faults = world.faults
         self.injected: Counter[str] = Counter()
         self.poisoned: set[str] = set()  # every step that samples for one of these fails
         self.model = model = WitnessModel(world.groups, vocabulary=world.vocabulary)
+        per_chunk = world.blocks_per_chunk
+        self.places = _places(world, model) if places is None else places
+        self.tiers = [
+            LowerTier(name, tier, per_chunk, place, rng, self.strikes, WatchedBelow)
+            for name, tier, place in zip(TIER_NAMES, world.tiers, self.places, strict=False)
+        ]
+        self.slots = WatchedSlots(world.host_slots, parts.policy())
         self.manager = WatchedManager(
-            HostSlots(world.host_slots, parts.policy()),
-            world.blocks_per_chunk,
+            self.slots,
+            per_chunk,
             len(world.groups),
             world.stores_max,
+            below=[tier.below for tier in self.tiers],
+            store_after=world.store_after,
         )
+        self.manager.compute_seconds = world.compute_s
         self.scheduler = Scheduler(_config(world, self.manager), self.manager)
         num_blocks = self.scheduler.config.num_blocks
         memory = WitnessMemory(model, num_blocks, world.block_size)
-        self.arena = parts.memory(world.host_slots, world.blocks_per_chunk, memory.block_bytes)
-        self.faulty = FaultyMemory(world.groups, memory, self.arena, rng, self.strikes)
+        self.arena = parts.memory(world.host_slots, per_chunk, memory.block_bytes)
+        self.faulty = FaultyMemory(
+            world.groups, memory, self.arena, rng, self.strikes, self.tiers, self._note
+        )
         self.executor = WitnessExecutor(model, memory, self.faulty.move)
         self._broken = self.faulty.any_block()
 
@@ -74,6 +96,9 @@ class Rig:
         struck = probability > 0 and self.rng.random() < probability
         self.injected[fault] += struck
         return struck
+
+    def _note(self, what: str) -> None:
+        self.injected[what] += 1
 
     def run_step(self, plan: StepPlan) -> StepOutcome:
         """Run a plan on the witness, or do it harm."""
@@ -120,6 +145,8 @@ class Rig:
         if not harm:
             assert not counters.recomputed_tokens[Cause.FAILED], "recomputed without a fault"
             assert not below.load_failed, "a failed load without a fault"
+            failed = [tier.counters.write_failed for tier in self.manager.below]
+            assert not any(failed), "a failed write without a fault"
             assert not errors, "an error without a fault"
         harm -= injected["poison"] + injected["poisoned_step"]
         if not harm and self.world.max_step_retries >= SUSPECT:
@@ -146,6 +173,11 @@ class Client:
             self.tokens.append(output.token)
         if output.finish is not None:
             self.end = output
+
+    def check_so_far(self, model: WitnessModel) -> None:
+        """What it has heard is right, as far as it goes."""
+        truth = oracle(model, self.prompt, self.params, len(self.tokens))
+        assert self.tokens == truth, f"{self.name}: {self.tokens}, the oracle says {truth}"
 
     def check(self, model: WitnessModel, world: World) -> None:
         """It has heard what the oracle says, up to the end that it had to come to."""
@@ -182,6 +214,13 @@ def _natural_end(truth: Sequence[int], params: SamplingParams) -> tuple[FinishRe
                 if said <= count and list(truth[count - said : count]) == pattern * rule.min_count:
                     return FinishReason.REPETITION, count
     raise AssertionError("unreachable")
+
+
+def _places(world: World, model: WitnessModel) -> list[Place]:
+    chunk = slot_bytes_for(world.block_size * model.slices * 8, world.blocks_per_chunk)
+    return [
+        Place(None if tier.chunks_max is None else tier.chunks_max * chunk) for tier in world.tiers
+    ]
 
 
 def _config(world: World, manager: OffloadManager) -> SchedulerConfig:

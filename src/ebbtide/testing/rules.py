@@ -12,11 +12,11 @@ rules compare the state before a call with the state after it. Tell them of ever
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ebbtide.core.ledger import COMPUTED, DEVICE, Cause
+from ebbtide.core.ledger import COMPUTED, DEVICE, HOST, Cause
 from ebbtide.core.plan import Direction, StepOutcome, StepPlan, Transfer, TransferResult
 from ebbtide.core.request import Drain, FinishReason, Request, State
 from ebbtide.core.scheduler import SUSPECT, Scheduler
@@ -39,40 +39,89 @@ class _Past(NamedTuple):
 
 
 class _Life(NamedTuple):
-    """An owner's time with its blocks: the full ones in the end, and the first it had by group."""
+    """An owner's time with its blocks: the full ones in the end; by group, the first that it had, and
+    the chunk from which on none was seen to."""
 
     chain: tuple[bytes, ...]
     firsts: dict[int, int]
+    dues: dict[int, int]
     dropped: int  # chunks that were counted so
 
 
 class WatchedManager(OffloadManager):
-    """Remembers the lives that have ended since ``Rules`` last looked."""
+    """Remembers what has happened since ``Rules`` last looked: lives that have ended, keys that were
+    forgotten, tiers that were cleared."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.lives: list[_Life] = []
+        self.forgotten: list[bytes] = []
+        self.cleared: list[str] = []
+        self._seen = Counter[bytes]()  # chunks, by the lives that came by
+        self._lacked = Counter[bytes]()  # the same, while no slot had them
         self._firsts: dict[str, dict[int, int]] = {}
         self._dropped: Counter[str] = Counter()
 
     def store(self, owner: str, group: int, *arguments: Any) -> list[Transfer]:
-        *_, first, _ = arguments
+        chain, full, first, _ = arguments
         self._firsts.setdefault(owner, {}).setdefault(group, first)
         before = self.counters.store_dropped
+        due = self._due(owner, group)
+        keys = [self._key(group, chain, i) for i in range(due, full // self.blocks_per_chunk)]
+        held = {key for key in keys if self.slots.holds(key)}
         stores = super().store(owner, group, *arguments)
         self._dropped[owner] += self.counters.store_dropped - before
+        passed = keys[: self._due(owner, group) - due]
+        had = keys[max(0, -(-first // self.blocks_per_chunk) - due) :]
+        self._check_seen_enough(passed, set(had), held)
         return stores
+
+    def _due(self, owner: str, group: int) -> int:
+        progress = self._progress.get((owner, group))
+        return 0 if progress is None else progress.due
+
+    def _check_seen_enough(self, passed: list[bytes], had: set[bytes], held: set[bytes]) -> None:
+        """A chunk is stored from its k-th life on, and not before."""
+        self._seen.update(passed)
+        self._lacked.update(key for key in passed if key not in held)
+        for key in passed:
+            holds = self.slots.holds(key)
+            if key in had and key not in held and self._lacked[key] >= self._store_after:
+                assert holds, f"{key.hex()} is not stored, though it was seen often enough"
+            if holds and key not in held:
+                assert self._seen[key] >= self._store_after, f"{key.hex()} is stored too early"
 
     def end(self, owner: str, chain: Sequence[bytes], full: int) -> None:
         before = self.counters.store_dropped
+        dues = {group: self._due(owner, group) for group in range(self._num_groups)}
         super().end(owner, chain, full)
         dropped = self._dropped.pop(owner, 0) + self.counters.store_dropped - before
-        self.lives.append(_Life(tuple(chain[:full]), self._firsts.pop(owner, {}), dropped))
+        firsts = self._firsts.pop(owner, {})
+        self.lives.append(_Life(tuple(chain[:full]), firsts, dues, dropped))
+
+    def forget(self, chain: Sequence[bytes], index: int) -> None:
+        super().forget(chain, index)
+        for chunk in range(index // self.blocks_per_chunk, len(chain) // self.blocks_per_chunk):
+            last = chain[(chunk + 1) * self.blocks_per_chunk - 1]
+            self.forgotten += [chunk_key(last, group) for group in range(self._num_groups)]
+
+    def clear(self, names: Sequence[str] | None = None) -> None:
+        super().clear(names)
+        self.cleared += [tier.name for tier in self.below] if names is None else names
 
 
 class Rules:
-    def __init__(self, scheduler: Scheduler, manager: WatchedManager, chains: Chains) -> None:
+    """``held``: the requests that are not to start yet."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        manager: WatchedManager,
+        chains: Chains,
+        held: Collection[str] = (),
+    ) -> None:
         self._scheduler = scheduler
+        self._held_back = held
         self._manager = manager
         self._chains = chains
         self._roots: dict[bytes, str] = {}
@@ -85,11 +134,11 @@ class Rules:
         self._reached: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()  # steps in a row, without new ground
         self._losses: Counter[str] = Counter()  # of KV, likewise
-        self._loaded: set[str] = set()
+        self._loaded: defaultdict[str, set[str]] = defaultdict(set)  # from where
         self._preempted: set[str] = set()
         self._lost: set[str] = set()
         # before a call
-        self._late: list[tuple[Request, list[Transfer]]] = []
+        self.late: list[tuple[Request, list[Transfer]]] = []
         self._held: set[Request] = set()
         self._preemptions = 0
         self._past: dict[Request, _Past] = {}
@@ -108,14 +157,14 @@ class Rules:
         flights = scheduler.kv._flights
         loading = scheduler._loading.values()
         late = [r for r in loading if r.load_deadline <= now]
-        self._late = [(r, [flights[load].transfer for load in r.loads]) for r in late]
+        self.late = [(r, [flights[load].transfer for load in r.loads]) for r in late]
         self._held = {*scheduler._running.values(), *loading}
         self._preemptions = scheduler.counters.preemptions
 
     def after_schedule(self, now: float, plan: StepPlan | None) -> None:
         scheduler = self._scheduler
-        late = {request for request, _ in self._late}
-        for request, transfers in self._late:
+        late = {request for request, _ in self.late}
+        for request, transfers in self.late:
             self._note_lost_kv(request)
             for transfer in transfers:
                 assert not self._finds(transfer), f"{transfer} came late, and is still found"
@@ -134,7 +183,7 @@ class Rules:
             assert stay <= self._held, "admitted in the step that preempted"
         for flight in scheduler.kv._flights.values():
             if flight.request is not None:
-                self._loaded.add(flight.request.id)
+                self._loaded[flight.request.id].add(flight.transfer.tier or HOST)
         admitted = stay - self._held
         for request in admitted:
             self._failed_loads.pop(request, None)
@@ -144,6 +193,8 @@ class Rules:
             alone = len(plan.rows) == 1 and not plan.loads
             suspects = [r for r in plan.rows if self._failures[r.request_id] >= SUSPECT]
             assert alone or not suspects, f"{suspects} are to run alone: {plan}"
+            slow = [load for load in plan.loads if load.tier]
+            assert not slow, f"a step is to wait for {slow}"
             synced = sum(len(load.blocks) for load in plan.loads)
             assert synced <= scheduler.config.sync_load_blocks_max, f"{synced} blocks in a step"
 
@@ -151,6 +202,7 @@ class Rules:
         """Nobody who waits in the queue was overtaken there."""
         kv, requests = self._scheduler.kv, self._scheduler.requests.values()
         elsewhere = {r for parked in kv._parked.values() for r in parked}.union(kv.woken)
+        elsewhere |= {r for r in requests if r.id in self._held_back}
         waiting = [r for r in requests if r.state is State.WAITING and r not in elsewhere]
         worst = max((r.rank for r in admitted), default=(0, 0))
         overtaken = [r for r in waiting if r.rank < worst]
@@ -158,14 +210,18 @@ class Rules:
 
     def _check_sources(self, request: Request) -> None:
         """What an admitted request starts with is booked as loaded just where a load brings it."""
-        flights = self._scheduler.kv._flights.values()
-        loaded = {digest for f in flights if f.request is request for digest in f.digests}
+        loaded: dict[bytes, set[str]] = {}
+        for flight in self._scheduler.kv._flights.values():
+            if flight.request is request:
+                for digest in flight.digests:
+                    loaded.setdefault(digest, set()).add(flight.transfer.tier or HOST)
         seen = min(table.first for table in request.tables)
         size = self._scheduler.config.block_size
         for start, end, source in request.spans:
-            below = request.digests[max(start // size, seen)] in loaded
+            sources = loaded.get(request.digests[max(start // size, seen)], {DEVICE})
+            below = sources - {HOST} or sources
             assert end == start + size
-            assert (source != DEVICE) == below, f"{request!r}: {start} is from {source}"
+            assert source in below, f"{request!r}: {start} is from {source}, not of {sources}"
 
     # --- apply -----------------------------------------------------------------------------
 
@@ -255,8 +311,9 @@ class Rules:
         assert said == real, (
             f"{request!r}: {said} positions booked as computed and again, not {real}"
         )
-        if any(n for source, n in ledger.sources.items() if source not in (DEVICE, COMPUTED)):
-            assert name in self._loaded, f"{request!r} has tokens from below, but never loaded"
+        sources = {source for source, count in ledger.sources.items() if count}
+        never = sources - {DEVICE, COMPUTED} - self._loaded[name]
+        assert not never, f"{request!r} has tokens from {never}, but never loaded from there"
         if ledger.recomputed[Cause.PREEMPTED]:
             assert name in self._preempted, f"{request!r} books to a preemption that never was"
         if ledger.recomputed[Cause.FAILED]:
@@ -319,11 +376,14 @@ class Rules:
                 assert digest + group in self._chunks, f"{store}: the chunk before it never was"
 
     def _check_all_stored(self, life: _Life) -> None:
-        """Every full chunk of what a request had was stored once, or is counted as dropped."""
+        """Every full chunk of what a request had was stored once, or is counted as dropped. (One that was
+        seen too seldom was judged when it came by.)"""
         per_chunk, lacking = self._manager.blocks_per_chunk, 0
         for group, first in life.firsts.items():
-            had = -(-first // per_chunk) * per_chunk
-            lasts = life.chain[had + per_chunk - 1 :: per_chunk]
+            had = -(-first // per_chunk)
+            if self._manager._store_after > 1:
+                had = max(had, life.dues[group])
+            lasts = life.chain[(had + 1) * per_chunk - 1 :: per_chunk]
             lacking += sum(chunk_key(digest, group) not in self._chunks for digest in lasts)
         lacking *= self._manager.slots.num_slots > 0
         assert lacking <= life.dropped, f"{lacking} chunks were neither stored nor counted: {life}"

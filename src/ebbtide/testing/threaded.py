@@ -59,7 +59,9 @@ class ThreadedSimulation:
         self._rng = rng = random.Random(seed)
         world = World.draw(rng)
         late = world.load_deadline_s != NEVER_S
-        self.world = world = replace(world, load_deadline_s=DEADLINE_S if late else PATIENCE_S)
+        self.world = world = replace(
+            world, tiers=(), load_deadline_s=DEADLINE_S if late else PATIENCE_S
+        )
         # the threads draw from generators of their own
         self.rig = Rig(world, random.Random(seed + 1), parts)
         self._moves = random.Random(seed + 2)
@@ -85,7 +87,8 @@ class ThreadedSimulation:
             closing.join(PATIENCE_S)
             assert not closing.is_alive(), f"it never closes: {self.rig.scheduler!r}"
         assert self._failure is None, f"in a callback: {self._failure!r}"
-        self.rig.scheduler.transferred(mover.take_results())
+        results = mover.take_results()
+        self.rig.scheduler.transferred(r for r in results if isinstance(r, TransferResult))
         self.rig.check_end(list(self.clients.values()))
         left = set(threading.enumerate()) - before
         assert not left, f"threads left: {left}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ebbtide.core.groups import KVGroup
+from ebbtide.offload.below import WritePolicy
 from ebbtide.params import RepetitionStop, SamplingParams
 
 NEVER_S = 1e9
@@ -28,12 +29,14 @@ GROUPS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
     """Probabilities. Loads, stores: per transfer; steps and blocks: per step; poison: per request;
-    the others per event.
+    tiers: per key of a call; the others per event.
 
     corrupt_load: it reports success, but the blocks are garbage, which the first step that reads
     them reports. bad_block: a block turns to garbage; broken_block: it is always the same one;
     spurious: a sound block is reported as bad. poison: every step that samples for it fails.
     evict: other work takes all free blocks for a moment, so that KV has to come from below.
+    tier_lost: it is done, but said to have failed. tier_corrupt: a read finds the chunk spoiled, or a
+    write is, and is found out when it is read. tier_shared: another process removes chunks.
     """
 
     load_fails: float = 0.0
@@ -50,9 +53,15 @@ class Faults:
     abort_draining: float = 0.0
     evict: float = 0.0
     reset: float = 0.0
+    tier_fails: float = 0.0
+    tier_lost: float = 0.0
+    tier_corrupt: float = 0.0
+    tier_full: float = 0.0
+    tier_down: float = 0.0
+    tier_shared: float = 0.0
 
     @staticmethod
-    def draw(rng: random.Random) -> Faults:
+    def draw(rng: random.Random, has_tiers: bool) -> Faults:
         strong = {
             "load_fails": (0.05, 0.6),
             "corrupt_load": (0.05, 0.6),
@@ -68,8 +77,16 @@ class Faults:
             "abort_draining": (0.1, 0.5),
             "evict": (0.05, 0.4),
             "reset": (0.005, 0.03),
+            "tier_fails": (0.05, 0.4),
+            "tier_lost": (0.05, 0.4),
+            "tier_corrupt": (0.05, 0.3),
+            "tier_full": (0.1, 0.5),
+            "tier_down": (0.01, 0.05),
+            "tier_shared": (0.02, 0.1),
         }
         names = [f.name for f in fields(Faults)]
+        if not has_tiers:
+            names = [name for name in names if not name.startswith("tier_")]
         kind = rng.randrange(8)
         if kind == 0:
             return Faults()
@@ -84,10 +101,36 @@ class Faults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierWorld:
+    """A tier below the host tier. immediate: asked for each chunk; else by lookups beside the steps.
+    chunks_max: its quota. read_s: how long it takes to read a chunk, at least and at most."""
+
+    immediate: bool
+    policy: WritePolicy
+    writes_max: int
+    chunks_max: int | None
+    threads: int
+    read_s: tuple[float, float]
+
+    @staticmethod
+    def draw(rng: random.Random) -> TierWorld:
+        policies = (WritePolicy.WRITE_THROUGH, WritePolicy.ON_EVICT)
+        return TierWorld(
+            immediate=rng.random() < 0.5,
+            policy=WritePolicy.OFF if rng.random() < 0.1 else rng.choice(policies),
+            writes_max=rng.choice((1, 3, 64, 64)),
+            chunks_max=rng.choice((1, 8, 30, None, None)),
+            threads=rng.choice((1, 2)),
+            read_s=rng.choice(((0.1, 0.5), (0.1, 4.0), (2.0, 4.0))),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """``spare``: size of the pool beyond (or below) what the longest request needs. ``stops``: how
     often an owner ends its request at a token, as when a stop string is found. talkative: short prompts,
-    long outputs, which outgrow the pool."""
+    long outputs, which outgrow the pool. compute_s: that a chunk is thought to take to be computed.
+    crashes: half way, everything but the tiers below is lost, and built anew."""
 
     groups: tuple[KVGroup, ...]
     block_size: int
@@ -107,11 +150,17 @@ class World:
     waiting_max: int
     stops: float
     talkative: bool
+    tiers: tuple[TierWorld, ...]
+    store_after: int
+    compute_s: float | None
+    crashes: bool
     faults: Faults
     length_max: int = 72
 
     @staticmethod
     def draw(rng: random.Random) -> World:
+        tiers = tuple(TierWorld.draw(rng) for _ in range(rng.choice((0, 0, 1, 2))))
+        slots = (3, 8, 20, 60, 150) if tiers else (0, 10, 40, 150, 400, 400)
         return World(
             groups=rng.choice(GROUPS),
             block_size=rng.choice((1, 2, 3, 4, 8)),
@@ -123,7 +172,7 @@ class World:
             load_deadline_s=rng.choice((4.0, NEVER_S)),
             max_step_retries=rng.choice((0, 2, 3, 5)),
             fail_on_lost_kv=rng.random() < 0.2,
-            host_slots=rng.choice((0, 10, 40, 150, 400, 400)),
+            host_slots=rng.choice(slots),
             stores_max=rng.choice((1, 8, 64, 64)),
             spare=rng.choice((-0.3, 0.0, 0.0, 0.05, 0.2, 1.0)),
             vocabulary=rng.choice((2, 6, 50)),
@@ -131,7 +180,11 @@ class World:
             waiting_max=rng.choice((3, 100, 100)),
             stops=rng.choice((0.0, 0.03)),
             talkative=rng.random() < 0.3,
-            faults=Faults.draw(rng),
+            tiers=tiers,
+            store_after=2 if rng.random() < 0.15 else 1,
+            compute_s=rng.choice((None, 0.5, 2.0)),
+            crashes=bool(tiers) and rng.random() < 0.4,
+            faults=Faults.draw(rng, bool(tiers)),
         )
 
 
