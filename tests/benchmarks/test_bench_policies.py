@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from functools import cache
 from itertools import combinations, takewhile
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ebbtide.offload.host import HostSlots
 from ebbtide.offload.policies import POLICIES
 
 
@@ -78,3 +80,21 @@ def test_a_tier_below_makes_up_for_what_the_host_tier_evicts(bench, monkeypatch)
 def test_another_trace_is_noticed(bench) -> None:
     with pytest.raises(SystemExit, match="another trace"):
         bench.check_lru("synthetic", chains(1), 10)
+
+
+def test_the_example_of_the_documentation_is_first_in_first_out(bench) -> None:
+    text = (Path(__file__).parents[2] / "docs/eviction.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(example, scope)
+    slots = HostSlots(3, scope["FIFO"]())
+    for key in (b"a", b"b", b"c"):
+        slots.filled(slots.reserve(key), good=True)
+    slots.pin(b"a")
+    slots.touch(b"b")
+    slots.touch(b"elsewhere")
+    slots.reserve(b"d")
+    assert [slots.has(key) for key in (b"a", b"b", b"c")] == [True, False, True]
+    slots.drop(b"c")
+    assert slots.take_victim() is None  # what is there is pinned, or not filled yet
+    assert 0 <= bench.policy_rate(scope["FIFO"], 3, chains(1)) <= 100
