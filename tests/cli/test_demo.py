@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from ebbtide.cli import demo
+from ebbtide.cli import demo, demo_restart
+from ebbtide.cli.options import Failure
 from ebbtide.engine.output import Usage
 
 
@@ -15,7 +17,7 @@ from ebbtide.engine.output import Usage
 def test_a_turn_takes_one_whole_line_at_any_width(width: int, has_answers: bool) -> None:
     answer = "On day 3, Dalia was on duty, and Emre helped them."
     turn = demo.Turn("observatory", 3, 61.992, answer, Usage(1_031, 20, 1_016, 1_976, 2_039))
-    table = demo._turn_table("KV", width >= demo.WIDTH_FOR_ANSWERS)
+    table = demo._turn_table("KV", width >= demo.WIDTH_FOR_ANSWERS, "host")
     demo._add_row(table, turn)
     console = Console(width=width, file=io.StringIO())
     console.print(table)
@@ -25,3 +27,23 @@ def test_a_turn_takes_one_whole_line_at_any_width(width: int, has_answers: bool)
         assert f" {cell} " in row
     assert any("conversation" in line and "computed" in line for line in lines)
     assert any("On day 3" in line for line in lines) == has_answers
+
+
+def test_a_server_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=r"did not start: ebbtide: .*no/such\.gguf"):
+        demo_restart.Server(["--model", "no/such.gguf"], tmp_path / "log")
+
+
+def test_the_usage_of_a_tier_is_read_back() -> None:
+    said = {
+        "prompt_tokens": 100,
+        "completion_tokens": 5,
+        "prompt_tokens_details": {
+            "cached_tokens": 90,
+            "device": 10,
+            "host": 30,
+            "file": 50,
+            "computed": 10,
+        },
+    }
+    assert demo_restart._usage(said) == Usage(100, 5, 10, 30, 10, tiers={"file": 50})

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ebbtide.cli.demo_restart import lives
 from ebbtide.engine.async_engine import AsyncEngine
 from ebbtide.engine.config import DEFAULT_MODEL, MIB, EngineConfig
 from ebbtide.engine.output import Usage
@@ -24,6 +25,7 @@ from ebbtide.params import SamplingParams
 
 ANSWER_TOKENS = 20
 POOL_TOKENS = 1600
+HOST_BYTES = 512 * MIB
 BLOCK_SIZE = 16
 WIDTH_FOR_ANSWERS = 115  # columns of a terminal that has room for a table with the answers in it
 NAMES = ("harbour", "kitchen", "observatory", "orchard")
@@ -85,15 +87,67 @@ def run_demo(model: str = DEFAULT_MODEL, console: Console | None = None) -> bool
         f"the KV pool on the device holds {POOL_TOKENS:,}.\n"
         "Greedy, float32, one request at a time.\n"
     )
-    with_tier = asyncio.run(_play(console, model, True))
-    without = asyncio.run(_play(console, model, False))
-    return _compare(console, with_tier, without)
+    kv_bytes = asyncio.run(_pool_bytes(console, model))
+    with_tier = asyncio.run(_play(console, model, kv_bytes, True))
+    without = asyncio.run(_play(console, model, kv_bytes, False))
+    same = _compare(console, with_tier, without)
+    return _restart(console, model, kv_bytes, without) and same
 
 
-async def _play(console: Console, model: str, host_tier: bool) -> list[Turn]:
+def _restart(console: Console, model: str, kv_bytes: int, without: list[Turn]) -> bool:
+    """A server with a disk tier is killed after the first turns, and started again for the second."""
+    console.print(
+        "\nNow a server that keeps its KV on disk, too. After the first turns it is killed."
+    )
+    config = _config(model, HOST_BYTES, kv_bytes)
+    arguments = ["--model", model, "--dtype", config.dtype, "--disk-size", "2GiB"]
+    arguments += ["--kv-memory", str(kv_bytes), "--host-memory", str(HOST_BYTES)]
+    arguments += ["--block-size", str(BLOCK_SIZE)]
+    histories: dict[str, list[dict[str, str]]] = {name: [] for name in NAMES}
+    turns = []
+    with lives(arguments) as servers, console.status("first turns") as status:
+        for number in range(2):
+            server = next(servers)
+            for name in NAMES:
+                question = TURNS[number]
+                text = f"{document(name)}\n\n{question}" if number == 0 else question
+                histories[name].append({"role": "user", "content": text})
+                ttft_s, answer, usage = server.ask(histories[name], ANSWER_TOKENS)
+                histories[name].append({"role": "assistant", "content": answer})
+                turns.append(Turn(name, number + 1, ttft_s, answer, usage))
+            server.settle()
+            status.update("killed; starting again")
+    table = _turn_table("After the restart: KV from disk", False, "file")
+    for turn in turns[len(NAMES) :]:
+        _add_row(table, turn)
+    console.print(table)
+    computed = [turn for turn in without if turn.number == 2]
+    disk_s = statistics.median(turn.ttft_s for turn in turns[len(NAMES) :])
+    computed_s = statistics.median(turn.ttft_s for turn in computed)
+    same = [t.answer for t in turns] == [t.answer for t in without[: len(turns)]]
+    console.print(
+        f"First token of a second turn (median): {1000 * disk_s:,.0f} ms from disk, "
+        f"{1000 * computed_s:,.0f} ms computed: {computed_s / disk_s:.1f}x."
+    )
+    return _say_same(console, same)
+
+
+async def _pool_bytes(console: Console, model: str) -> int:
+    """Of a pool that holds POOL_TOKENS. One block tells what a token takes."""
+    with console.status("loading the model"):
+        probe = _config(model, 0, 64 * MIB)
+        engine = await asyncio.to_thread(AsyncEngine.start, probe)
+        blocks = engine.stats().kv_blocks
+        await engine.close()
+    return probe.kv_bytes // blocks * (POOL_TOKENS // BLOCK_SIZE)
+
+
+async def _play(console: Console, model: str, kv_bytes: int, host_tier: bool) -> list[Turn]:
     title = "[green]with[/green] a host tier" if host_tier else "[red]without[/red] a host tier"
-    engine = await _start(console, model, host_tier)
-    table = _turn_table(f"KV {title}", console.width >= WIDTH_FOR_ANSWERS)
+    config = _config(model, HOST_BYTES if host_tier else 0, kv_bytes)
+    with console.status("loading the model"):
+        engine = await asyncio.to_thread(AsyncEngine.start, config)
+    table = _turn_table(f"KV {title}", console.width >= WIDTH_FOR_ANSWERS, "host")
     total = len(NAMES) * len(TURNS)
     turns = []
     try:
@@ -115,18 +169,6 @@ async def _play(console: Console, model: str, host_tier: bool) -> list[Turn]:
     return turns
 
 
-async def _start(console: Console, model: str, host_tier: bool) -> AsyncEngine:
-    with console.status("loading the model"):
-        # The pool is sized in tokens here: one block tells what a token takes.
-        probe = _config(model, 0, 64 * MIB)
-        engine = await asyncio.to_thread(AsyncEngine.start, probe)
-        blocks = engine.stats().kv_blocks
-        await engine.close()
-        kv_bytes = probe.kv_bytes // blocks * (POOL_TOKENS // BLOCK_SIZE)
-        host_bytes = 512 * MIB if host_tier else 0
-        return await asyncio.to_thread(AsyncEngine.start, _config(model, host_bytes, kv_bytes))
-
-
 async def _take_turn(
     engine: AsyncEngine, name: str, number: int, history: list[dict[str, str]]
 ) -> Turn:
@@ -145,12 +187,12 @@ async def _take_turn(
     return Turn(name, number + 1, ttft_s, answer, usage)
 
 
-def _turn_table(title: str, answers: bool) -> Table:
+def _turn_table(title: str, answers: bool, tier: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE)
     table.add_column("conversation", no_wrap=True)
     table.add_column("turn", justify="right")
     table.add_column("first token", justify="right")
-    for source in ("prompt", "device", "host", "computed"):
+    for source in ("prompt", "device", tier, "computed"):
         table.add_column(source, justify="right")
     if answers:
         table.add_column("answer", max_width=38, no_wrap=True, overflow="ellipsis")
@@ -159,7 +201,8 @@ def _turn_table(title: str, answers: bool) -> Table:
 
 def _add_row(table: Table, turn: Turn) -> None:
     usage = turn.usage
-    counts = (usage.prompt_tokens, usage.device, usage.host, usage.computed)
+    below = usage.host + sum(usage.tiers.values())
+    counts = (usage.prompt_tokens, usage.device, below, usage.computed)
     answer = [" ".join(turn.answer.split())] if table.columns[-1].header == "answer" else []
     table.add_row(
         turn.conversation,
@@ -191,6 +234,10 @@ def _compare(console: Console, with_tier: list[Turn], without: list[Turn]) -> bo
         unit = "" if label.startswith("prompt") else " ms"
         table.add_row(label, f"{ours:,.0f}{unit}", f"{theirs:,.0f}{unit}", f"{theirs / ours:.1f}x")
     console.print(table)
+    return _say_same(console, same)
+
+
+def _say_same(console: Console, same: bool) -> bool:
     if same:
         console.print("[green]The answers of both runs are identical.[/green]")
     else:
