@@ -51,6 +51,9 @@ def _settings(
     host_memory: Annotated[
         str, typer.Option(help="Host memory that KV spills to; 0 turns it off.")
     ] = "1GiB",
+    host_policy: Annotated[
+        str, typer.Option(help="Who leaves the host tier when it is full: lru, arc, s3fifo or mq.")
+    ] = DEFAULTS.host_policy,
     block_size: Annotated[int, typer.Option(help="Positions per KV block.")] = DEFAULTS.block_size,
     blocks_per_chunk: Annotated[
         int, typer.Option(help="Blocks that spill together.")
@@ -93,6 +96,7 @@ def _settings(
         threads=threads,
         kv_bytes=parse_bytes(kv_memory, "--kv-memory"),
         host_bytes=parse_bytes(host_memory, "--host-memory"),
+        host_policy=host_policy,
         block_size=block_size,
         blocks_per_chunk=blocks_per_chunk,
         max_length=max_length,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbtide.errors import InputError
+from ebbtide.offload.policies import DEFAULT_POLICY
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MIB = 1 << 20
@@ -23,6 +24,7 @@ class EngineConfig:
     overlap: plans in flight. With 2, the host's work hides behind the device's; what it costs is one
     row per request, fed in vain after its end.
     sync_load_bytes_max: loads up to this size run inside the step, larger ones beside it.
+    host_policy: who leaves the host tier when it is full: lru, arc, s3fifo or mq (docs/eviction.md).
     tiers: URLs of the tiers below the host tier, nearest first (docs/tiers.md), such as
     "file:///var/cache/kv?size=20GiB&write=write-through".
     store_after: KV leaves the device when so many requests have had it; 2 keeps prompts that are seen
@@ -48,6 +50,7 @@ class EngineConfig:
     load_deadline_s: float = 30.0
     max_step_retries: int = 3
     on_lost_kv: str = "recompute"
+    host_policy: str = DEFAULT_POLICY
     tiers: tuple[str, ...] = ()
     store_after: int = 1
     lookup_deadline_s: float = 0.1

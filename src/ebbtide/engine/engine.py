@@ -23,6 +23,7 @@ from ebbtide.offload.below import Below
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.offload.mover import Mover, move
+from ebbtide.offload.policies import make_policy
 from ebbtide.offload.tiers.base import TierStats
 from ebbtide.params import SamplingParams
 
@@ -72,7 +73,7 @@ class Engine:
         settings = _scheduler_config(config, checkpoint, layout, num_blocks, self.max_length)
         self._tiers = OpenTiers.open(config.tiers, settings.namespace, arena)
         self._offload = OffloadManager(
-            HostSlots(arena.num_slots),
+            HostSlots(arena.num_slots, make_policy(config.host_policy, arena.num_slots)),
             config.blocks_per_chunk,
             len(layout.groups),
             below=self._tiers.below,
