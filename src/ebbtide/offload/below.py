@@ -160,12 +160,15 @@ class Below:
     # --- what it has -----------------------------------------------------------------------
 
     def has(self, key: bytes) -> bool:
-        barred = self._uncleared or key in self._barred or key in self._late
-        return not barred and key in self._known
+        return self.may_be_read(key) and key in self._known
+
+    def may_be_read(self, key: bytes) -> bool:
+        return not self._uncleared and key not in self._barred and key not in self._late
 
     def found(self, key: bytes) -> None:
-        """A lookup has found the chunk there."""
-        self._known.add(key)
+        """A lookup has found the chunk there. What is about to be deleted does not count."""
+        if not self._uncleared and key not in self._barred:
+            self._known.add(key)
 
     # --- whether it pays -------------------------------------------------------------------
 
@@ -254,6 +257,8 @@ class Below:
     def drop(self, key: bytes) -> None:
         """The chunk is bad, or may be: it is not to be found again."""
         self._known.discard(key)
+        if key == self._wanted:
+            self._wanted = b""
         self._barred[key] = None
         if len(self._barred) > BARRED_MAX:
             self._barred.popitem(last=False)
@@ -266,6 +271,7 @@ class Below:
 
     def clear(self) -> None:
         self._known.clear()
+        self._wanted = b""
         for key in self._writing:
             self._barred[key] = None
         self._uncleared = True

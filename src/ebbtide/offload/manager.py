@@ -127,7 +127,7 @@ class OffloadManager:
         if here:
             assert slot is not None
             return self._transfer(Direction.LOAD, key, slot, offset, blocks)
-        tier = self._nearest(key) or self.below[-1]  # if it has just gone, the read will say so
+        tier = self._nearest(key) or self._any_that_may(key)
         tier.reading()
         slot = self._reserve(key) if slot is None else None  # another part of it has one already
         to = NO_SLOT if slot is None else slot
@@ -308,6 +308,10 @@ class OffloadManager:
 
     def _nearest(self, key: bytes) -> Below | None:
         return next((tier for tier in self.below if tier.has(key)), None)
+
+    def _any_that_may(self, key: bytes) -> Below:
+        """Where to read a chunk that has just gone: the read will say so."""
+        return next(tier for tier in self.below if tier.may_be_read(key))
 
     def _cascade(self, key: bytes, slot: int, tiers: Sequence[Below]) -> None:
         """The slot's content is there: write it to those tiers that want it at once."""

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ebbtide.core.ledger import DEVICE, HOST, Cause
+from ebbtide.core.ledger import DEVICE, Cause
 from ebbtide.core.plan import StepOutcome, TransferResult
 from ebbtide.core.request import Drain, FinishReason, Request, State
 from ebbtide.core.scheduler import Scheduler
-from ebbtide.offload.below import JobResult
 from ebbtide.offload.host import SlotState
 from ebbtide.offload.manager import OffloadManager
+from ebbtide.testing import tier_probes
 from ebbtide.testing.lower_tier import LowerTier
 
-NAMES = frozenset(
+NAMES = tier_probes.NAMES | frozenset(
     {
         "refused: can never fit",
         "refused: too many wait",
@@ -91,7 +91,7 @@ class Probes:
         hit: Counter[str],
     ) -> None:
         self.hit = hit
-        self._tiers = {tier.name: tier for tier in tiers}
+        self.tiers = tier_probes.TierProbes(tiers, manager, hit)
         self._scheduler = scheduler
         self._manager = manager
         self._before: dict[Request, _Before] = {}
@@ -114,6 +114,8 @@ class Probes:
         self._outcome = outcome
         if transfer is not None:
             self._before_transfer(transfer)
+            if transfer.transfer.tier:
+                self.tiers.before_read(transfer)
             return
         for r in self._scheduler.requests.values():
             firsts = tuple([table.first for table in r.tables])
@@ -193,7 +195,7 @@ class Probes:
         sources = [span.source for span in request.spans]
         self.count(
             "admitted: holes between device hits",
-            any(a == HOST and b == DEVICE for a, b in pairwise(sources)),
+            any(a != DEVICE == b for a, b in pairwise(sources)),
         )
         for transfer in flights:
             self._abandoned[transfer.id] = request
@@ -253,10 +255,6 @@ class Probes:
             self.count(
                 f"ended: on a chunk's end, its last token {'' if written else 'not '}written"
             )
-
-    def before_job(self, result: JobResult) -> None: ...
-
-    def answered(self, held: bool, found: Sequence[bytes]) -> None: ...
 
     def aborting(self, request_id: str) -> None:
         request = self._scheduler.requests[request_id]

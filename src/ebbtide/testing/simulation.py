@@ -25,6 +25,7 @@ from ebbtide.testing.tier_rules import TierRules
 from ebbtide.testing.world import Traffic, World
 
 EVENTS_MAX = 30_000
+FAULTY_EVENTS_MAX = 3_000  # then the faults stop, also where requests are still to come
 HOST = [field.name for field in fields(OffloadCounters)]
 BELOW = [field.name for field in fields(BelowCounters)]
 
@@ -92,8 +93,9 @@ class Simulation:
     def run(self) -> Result:
         rng = self.rng
         self._say(f"world: {self.world}")
-        for _ in range(EVENTS_MAX):
-            if self.to_come == 0 and not self.healed and rng.random() < 0.02:
+        for event in range(EVENTS_MAX):
+            patient = self.to_come and event < FAULTY_EVENTS_MAX
+            if not patient and not self.healed and rng.random() < 0.02:
                 self._say("faults stop")
                 self.healed = True
                 self.rig.faults = self.world.faults.lasting()
@@ -128,7 +130,7 @@ class Simulation:
         self.now += rng.random()
         due = self.beside.due(self.now)
         events: list[tuple[float, Callable[[], None]]] = []
-        if self.to_come:
+        if self.to_come and len(self.scheduler.requests) < self.world.company_max:
             events.append((1, self._arrive))
         if len(self.plans) < self.world.overlap and not self._idle:
             events.append((4, self._schedule))
@@ -271,7 +273,7 @@ class Simulation:
 
     def _done(self, result: JobResult) -> None:
         self._say(f"{result.job} returns: {result.result}")
-        self.probes.before_job(result)
+        self.probes.tiers.before_done(result)
         self.manager.done(result)
         self.tier_rules.done(result)
         self._collect("job")
@@ -279,8 +281,9 @@ class Simulation:
     def _answered(self, answer: Answer) -> None:
         lookup = answer.lookup
         self._say(f"{lookup.tier} has {len(answer.found)} of {len(lookup.keys)}")
+        is_held = lookup.request_id in self.beside.held
+        self.probes.tiers.answered(lookup.tier, answer.found, is_held)
         self.manager.found(lookup.tier, answer.found)
-        self.probes.answered(lookup.request_id in self.beside.held, answer.found)
         if self.beside.answered(lookup.request_id):
             self._ready(lookup.request_id, "is ready")
         self._collect("lookup")
@@ -296,6 +299,7 @@ class Simulation:
         """The process is to end: what the tiers below lack is written there."""
         self._flushed = True
         writes = self.manager.flush()
+        self.probes.tiers.count("flush: something to write", writes)
         self._say(f"flush: {writes} writes")
         self._collect("flush")
         assert writes == sum(job.action is Action.WRITE for job in self.beside.jobs)
@@ -303,6 +307,7 @@ class Simulation:
     def _crash(self) -> None:
         self._say("crash")
         self._crashes_at = -1
+        self.probes.tiers.crashing(self.beside.jobs)
         self.beside.crash()
         for client in self.clients.values():
             client.check_so_far(self.rig.model)
@@ -312,6 +317,8 @@ class Simulation:
     def _abort(self, ids: Sequence[str]) -> None:
         request_id = self.rng.choice(ids)
         self.probes.aborting(request_id)
+        held = request_id in self.beside.held
+        self.probes.tiers.count("lookup: it is aborted while held", held)
         self.scheduler.end(request_id)
         self._say(f"abort {request_id}")
         self._collect("abort")
@@ -320,10 +327,12 @@ class Simulation:
         self.probes.resetting()
         if self.rig.tiers and self.rng.random() < 0.3:
             name = self.rng.choice(["host", *self.rig.faulty.tiers])
+            self.probes.tiers.clearing([name], self.beside.transfers)
             self.manager.clear([name])
             self._say(f"{name} is cleared")
             self._collect("clear")
             return
+        self.probes.tiers.clearing(None, self.beside.transfers)
         self.scheduler.reset()
         self._say("reset")
         self._collect("reset")
@@ -336,6 +345,7 @@ class Simulation:
         self.chains.learn(self.requests)
         transfers = self.scheduler.take_transfers()
         jobs = self.manager.take_jobs()
+        self.probes.tiers.started([*transfers, *jobs])
         self.rules.started(transfers)
         self.tier_rules.started(transfers, jobs)
         self.beside.start([*transfers, *jobs], self.now)

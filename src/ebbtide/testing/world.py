@@ -93,7 +93,10 @@ class Faults:
         if kind <= 2:  # one kind of fault alone: its effects are plain to see
             name = rng.choice(names)
             return Faults(**{name: strong[name][1]})
-        return Faults(**{n: rng.choice((0.0, rng.uniform(*strong[n]))) for n in names})
+        drawn = {n: rng.choice((0.0, rng.uniform(*strong[n]))) for n in names}
+        if has_tiers and rng.random() < 0.6:  # so that their chunks are wanted
+            drawn["evict"] = rng.uniform(*strong["evict"])
+        return Faults(**drawn)
 
     def lasting(self) -> Faults:
         """Those that do not stop when the world heals."""
@@ -118,10 +121,10 @@ class TierWorld:
         return TierWorld(
             immediate=rng.random() < 0.5,
             policy=WritePolicy.OFF if rng.random() < 0.1 else rng.choice(policies),
-            writes_max=rng.choice((1, 3, 64, 64)),
-            chunks_max=rng.choice((1, 8, 30, None, None)),
+            writes_max=rng.choice((1, 8, 64, 64)),
+            chunks_max=rng.choice((3, 40, None, None, None)),
             threads=rng.choice((1, 2)),
-            read_s=rng.choice(((0.1, 0.5), (0.1, 4.0), (2.0, 4.0))),
+            read_s=rng.choice(((0.1, 0.5), (0.1, 4.0), (1.0, 4.0))),
         )
 
 
@@ -150,6 +153,8 @@ class World:
     waiting_max: int
     stops: float
     talkative: bool
+    repetitive: bool
+    company_max: int
     tiers: tuple[TierWorld, ...]
     store_after: int
     compute_s: float | None
@@ -160,7 +165,7 @@ class World:
     @staticmethod
     def draw(rng: random.Random) -> World:
         tiers = tuple(TierWorld.draw(rng) for _ in range(rng.choice((0, 0, 1, 2))))
-        slots = (3, 8, 20, 60, 150) if tiers else (0, 10, 40, 150, 400, 400)
+        slots = (4, 12, 30, 60, 150) if tiers else (0, 10, 40, 150, 400, 400)
         return World(
             groups=rng.choice(GROUPS),
             block_size=rng.choice((1, 2, 3, 4, 8)),
@@ -180,9 +185,11 @@ class World:
             waiting_max=rng.choice((3, 100, 100)),
             stops=rng.choice((0.0, 0.03)),
             talkative=rng.random() < 0.3,
+            repetitive=rng.random() < 0.4,
+            company_max=rng.choice((1, 4, 100)),
             tiers=tiers,
             store_after=2 if rng.random() < 0.15 else 1,
-            compute_s=rng.choice((None, 0.5, 2.0)),
+            compute_s=rng.choice((None, 1.0, 3.0)),
             crashes=bool(tiers) and rng.random() < 0.4,
             faults=Faults.draw(rng, bool(tiers)),
         )
@@ -226,7 +233,7 @@ class Traffic:
 
     def _prompt(self) -> list[int]:
         rng, world = self._rng, self._world
-        kind = rng.randrange(10)
+        kind = rng.choice((0, 1, 2, 3, 4, 8)) if world.repetitive else rng.randrange(10)
         if kind >= 8:  # like nobody else's: it pushes other KV out of the device
             return self._tokens(rng.randrange(1, 49))
         if kind < 2 and self._said:  # the same once more

@@ -1,0 +1,151 @@
+"""What a tier below the host tier is asked, and what it is not asked."""
+
+from __future__ import annotations
+
+from ebbtide.keys import chunk_key
+from ebbtide.offload.below import PROBE_S, RETRY_S, Action, Below, Hints, Job, JobResult
+from ebbtide.offload.host import HostSlots
+from ebbtide.offload.manager import OffloadManager
+from ebbtide.offload.tiers.base import OK, Result, Status
+
+KEY, OTHER = b"k" * 34, b"o" * 34
+FAILED = Result(Status.FAILED, "it is down")
+
+
+def tier(*keys: bytes) -> Below:
+    hints = Hints()
+    for key in keys:
+        hints.add(key)
+    return Below("tier", hints)
+
+
+def take(below: Below) -> list[tuple[Action, bytes]]:
+    jobs, below.jobs = below.jobs, []
+    return [(job.action, job.key) for job in jobs]
+
+
+def done(below: Below, action: Action, key: bytes = b"", result: Result = OK) -> None:
+    below.done(JobResult(Job("tier", action, key), result))
+
+
+def leave_alone(below: Below, key: bytes) -> None:
+    """The tier is found to be slow when this chunk is wanted."""
+    below.reading()
+    below.was_read(OTHER, "", 10.0)
+    assert not below.pays(key, 1.0)
+
+
+def test_a_slow_tier_is_probed_with_what_was_left_alone() -> None:
+    below = tier(KEY)
+    leave_alone(below, KEY)
+    below.tick(PROBE_S)
+    assert take(below) == [(Action.PROBE, KEY)]
+
+
+def test_a_chunk_that_was_left_alone_and_then_dropped_is_no_probe() -> None:
+    below = tier(KEY, OTHER)
+    leave_alone(below, KEY)
+    below.drop(KEY)
+    assert take(below) == [(Action.DELETE, KEY)]
+    below.tick(PROBE_S)
+    assert take(below) == []
+    assert not below.pays(OTHER, 1.0)
+    below.tick(2 * PROBE_S)
+    assert take(below) == [(Action.PROBE, OTHER)]
+
+
+def test_a_tier_that_is_cleared_is_not_probed() -> None:
+    below = tier(KEY)
+    leave_alone(below, KEY)
+    below.clear()
+    below.tick(PROBE_S)
+    assert take(below) == [(Action.CLEAR, b"")]
+
+
+def test_a_lookup_does_not_bring_back_what_is_about_to_be_deleted() -> None:
+    below = tier(KEY)
+    below.drop(KEY)
+    below.found(KEY)
+    done(below, Action.DELETE, KEY)
+    assert not below.has(KEY)
+    assert below.wants(KEY)
+
+
+def test_a_lookup_does_not_bring_back_what_is_about_to_be_cleared() -> None:
+    below = tier(KEY)
+    below.clear()
+    below.found(KEY)
+    done(below, Action.CLEAR)
+    assert not below.has(KEY)
+    assert below.wants(KEY)
+
+
+def test_a_tier_is_not_used_until_a_clear_has_succeeded() -> None:
+    below = tier(KEY)
+    below.clear()
+    done(below, Action.CLEAR, result=FAILED)
+    assert take(below) == [(Action.CLEAR, b"")]
+    assert not below.wants(KEY)
+    assert below.next_deadline() == RETRY_S
+    below.tick(RETRY_S)
+    assert take(below) == [(Action.CLEAR, b"")]
+    done(below, Action.CLEAR)
+    assert below.wants(KEY)
+    assert below.next_deadline() is None
+
+
+def test_what_is_written_during_a_clear_is_deleted() -> None:
+    below = tier()
+    below.write(KEY, 0)
+    below.clear()
+    done(below, Action.CLEAR)
+    assert take(below) == [(Action.WRITE, KEY), (Action.CLEAR, b"")]
+    done(below, Action.WRITE, KEY)
+    assert not below.has(KEY)
+    assert take(below) == [(Action.DELETE, KEY)]
+    done(below, Action.DELETE, KEY)
+    assert below.wants(KEY)
+
+
+def test_a_delete_waits_for_the_write_and_is_tried_again_when_the_chunk_is_wanted() -> None:
+    below = tier()
+    below.write(KEY, 0)
+    below.drop(KEY)
+    assert take(below) == [(Action.WRITE, KEY)]
+    done(below, Action.WRITE, KEY)
+    assert take(below) == [(Action.DELETE, KEY)]
+    done(below, Action.DELETE, KEY, FAILED)
+    assert not below.has(KEY)
+    assert not below.wants(KEY)
+    assert take(below) == [(Action.DELETE, KEY)]
+
+
+def test_a_late_chunk_is_not_found_until_its_read_has_returned() -> None:
+    below = tier(KEY)
+    below.reading()
+    below.late(KEY)
+    assert not below.has(KEY)
+    below.was_read(KEY, "", 1.0)
+    assert below.has(KEY)
+
+
+class Once(Hints):
+    """Says once that it has a chunk."""
+
+    def __contains__(self, key: bytes) -> bool:
+        there = super().__contains__(key)
+        self.discard(key)
+        return there
+
+
+def test_a_chunk_that_has_just_gone_is_not_read_from_where_it_is_barred() -> None:
+    chain = [b"c" * 32]
+    key = chunk_key(chain[0], 0)
+    hints = Once()
+    hints.add(key)
+    near, far = Below("near", hints), Below("far", Hints())
+    far.drop(key)
+    manager = OffloadManager(HostSlots(1), 1, below=[near, far])
+    assert manager.has(0, chain, 0)
+    ((load,),) = manager.load(chain, [(0, 0, [7])])
+    assert load.tier == "near"
