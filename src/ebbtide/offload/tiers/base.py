@@ -11,9 +11,9 @@ at once, never from the engine's own thread (but ``lookup`` of a tier that is ``
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Status(enum.Enum):
@@ -42,6 +42,7 @@ class TierStats:
     bytes_max: int | None = None
     evictions: int = 0
     state: str = "up"  # "up", "starting" or "down: <why>"
+    note: str = ""  # something that people should know, in a sentence
 
 
 class Tier(Protocol):
@@ -76,10 +77,42 @@ class Tier(Protocol):
         """Forget every chunk of this tier's namespace."""
         ...
 
-    def stats(self) -> TierStats: ...
+    def stats(self) -> TierStats:
+        """May take I/O, but not long: never called by the engine's own thread."""
+        ...
 
     def close(self) -> None:
         """Finish what is under way and let go of everything. Later calls fail, and do not raise."""
+        ...
+
+
+class Entry(NamedTuple):
+    """A stored chunk. ``used_at``: when it was last written or read, in seconds of the epoch, as far as
+    the place knows. ``bytes``: that it takes there."""
+
+    namespace: bytes
+    key: bytes
+    bytes: int
+    used_at: float | None
+
+
+@runtime_checkable
+class Inventory(Protocol):
+    """What a tier may offer besides: for people who look at what is stored, of every namespace.
+
+    While others use the same place: an entry may be gone by the time it is asked for.
+    """
+
+    def entries(self) -> Iterator[Entry]:
+        """Every chunk there, in any order, without holding them all. Raises OSError where that fails."""
+        ...
+
+    def check(self, entry: Entry) -> Result:
+        """Read the chunk and verify its envelope: OK, MISSING, CORRUPT or FAILED. Nothing is removed."""
+        ...
+
+    def remove(self, entries: Sequence[Entry]) -> list[Result]:
+        """Forget these chunks. OK also for one that is not there."""
         ...
 
 
