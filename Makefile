@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host bench-overlap bench-policies bench-tiers parity exactness clean
+.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host bench-overlap bench-policies bench-tiers bench-slow-disk soak parity exactness clean
 
 demo: $(READY)
 	@$(BIN)/ebbtide demo
@@ -56,6 +56,12 @@ bench-policies: $(READY)
 
 bench-tiers: $(READY)
 	@$(BIN)/python benchmarks/bench_tiers.py $(ARGS)
+
+bench-slow-disk: $(READY)
+	@$(BIN)/python benchmarks/bench_slow_disk.py $(ARGS)
+
+soak: $(READY)
+	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Preparing $(VENV) (once; takes a minute or two) ..."

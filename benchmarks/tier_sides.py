@@ -235,10 +235,10 @@ def valkey_actions(shape: Shape, folder: Path) -> Iterator[Sequence[Action]]:
         from ebbtide.offload.tiers.valkey import BATCH_BYTES, open_valkey
     except ImportError as error:
         raise Skipped(f"{error.name} is not installed: pip install 'ebbtide[valkey]'") from None
-    with _server("redis_server", folder) as port:
+    with running_server("redis_server", folder) as server:
         context = TierContext(NAMESPACE, shape.chunk_bytes)
-        tier = open_valkey(f"valkey://127.0.0.1:{port}?timeout=60", context)
-        client = valkey.Valkey("127.0.0.1", port)
+        tier = open_valkey(f"valkey://127.0.0.1:{server.port}?timeout=60", context)
+        client = valkey.Valkey("127.0.0.1", server.port)
         buffers, whole = _remote_buffers(shape)
         per_trip = max(1, BATCH_BYTES // (HEADER_BYTES + shape.chunk_bytes))
 
@@ -269,10 +269,10 @@ def object_actions(shape: Shape, folder: Path) -> Iterator[Sequence[Action]]:
         from ebbtide.offload.tiers.object_store import ObjectConfig, open_object
     except ImportError as error:
         raise Skipped(f"{error.name} is not installed: pip install 'ebbtide[object]'") from None
-    with _server("s3_server", folder) as port, ExitStack() as pools:
+    with running_server("s3_server", folder) as server, ExitStack() as pools:
         from tests.offload.tiers.servers import BUCKET, S3_CREDENTIALS
 
-        endpoint, region = f"http://127.0.0.1:{port}", "us-east-1"
+        endpoint, region = f"http://127.0.0.1:{server.port}", "us-east-1"
         names = {name.removeprefix("AWS_").lower(): v for name, v in S3_CREDENTIALS.items()}
         given = "&".join(f"{name}={value}" for name, value in names.items())
         url = f"s3://{BUCKET}/bench?endpoint={endpoint}&region={region}&timeout=60&{given}"
@@ -325,8 +325,8 @@ def _remote_actions(
 
 
 @contextmanager
-def _server(name: str, folder: Path) -> Iterator[int]:
-    """The port of a server that the tests know how to start. Raises Skipped where it is not installed."""
+def running_server(name: str, folder: Path) -> Iterator[Any]:
+    """A server that the tests know how to start, and stop. Raises Skipped where it is not installed."""
     sys.path.insert(0, str(ROOT))
     try:
         import pytest
@@ -340,4 +340,4 @@ def _server(name: str, folder: Path) -> Iterator[int]:
             server = running.enter_context(getattr(servers, name)(folder))
         except pytest.skip.Exception as reason:
             raise Skipped(str(reason)) from None
-        yield server.port
+        yield server
