@@ -1,9 +1,7 @@
 """Faults that other systems had, one test each; the report is named in the test's docstring.
 
-Rows that belong to the tiers below host memory, which come later: LMCache #4385, #1981 and #1175,
-vllm #54779, sglang #28653 (files), LMCache #891 and #4983 (lookups that take time), dynamo #6101 and
-sglang #26305 (a disk that is slower than computing). That an idle engine is woken (local-inference-lab
-#191) is also tested with threads, in tests/engine.
+Those that belong to the tiers below host memory are in ``test_known_failures_below.py``. That an idle
+engine is woken (local-inference-lab #191) is also tested with threads, in tests/engine.
 
 Many of these faults are also planted as mutants: `make mutants`.
 """
