@@ -134,6 +134,30 @@ def test_sharers_of_a_load_wait_only_for_the_chunks_they_need(overlap: int) -> N
 
 
 @both
+def test_a_sharer_goes_on_when_anybody_has_computed_its_blocks(overlap: int) -> None:
+    """Here somebody whose output happens to be what the producer still loads."""
+    h = Harness(overlap=overlap)
+    start = tokens(3)
+    long = start + h.foretell(start, 10)
+    h.warm("warm", long, device=False)
+    h.add("loads", long, max_tokens=2)
+    h.fill()
+    assert h.state("loads") is State.LOADING
+    h.add("waits", long[:9], max_tokens=2)
+    h.fill()
+    assert h.state("waits") is State.WAITING
+    h.add("says", start, max_tokens=8)
+    for _ in range(8):
+        h.step()
+    assert h.loads  # none has returned
+    h.fill()
+    assert h.state("waits") is not State.WAITING
+    h.run()
+    h.check_drained()
+    assert h.sources("waits") == (8, 0, 1)
+
+
+@both
 def test_sharers_of_a_load_wait_for_every_group(overlap: int) -> None:
     h = Harness(groups=(KVGroup(), KVGroup(window=50)), overlap=overlap)
     h.warm("a", tokens(33), device=False)
