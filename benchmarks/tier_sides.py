@@ -325,7 +325,7 @@ def _remote_actions(
 
 
 @contextmanager
-def running_server(name: str, folder: Path) -> Iterator[Any]:
+def running_server(name: str, folder: Path, *options: str) -> Iterator[Any]:
     """A server that the tests know how to start, and stop. Raises Skipped where it is not installed."""
     sys.path.insert(0, str(ROOT))
     try:
@@ -337,7 +337,7 @@ def running_server(name: str, folder: Path) -> Iterator[Any]:
         sys.path.remove(str(ROOT))
     with ExitStack() as running:
         try:
-            server = running.enter_context(getattr(servers, name)(folder))
+            server = running.enter_context(getattr(servers, name)(folder, *options))
         except pytest.skip.Exception as reason:
             raise Skipped(str(reason)) from None
         yield server
