@@ -121,6 +121,17 @@ def test_jobs_are_done_in_order_each_with_its_result() -> None:
     assert place.tier.lookup(KEYS) == [False] * len(KEYS)
 
 
+def test_a_try_tells_how_fast_the_tier_is_and_leaves_nothing_there() -> None:
+    place = Place()
+    before = place.tier.stats()
+    (result,) = place.mover.do([Job("memory", Action.TRY)])
+    assert (result.result, result.seconds > 0) == (OK, True)
+    assert place.tier.stats() == before
+    place = Place(lambda method, key: Fault.FULL if method == "write" else None)
+    (result,) = place.mover.do([Job("memory", Action.TRY)])
+    assert result.result.status is Status.FULL
+
+
 class Lane:
     """Does nothing, slowly, and notes when."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbtide.errors import InputError
@@ -51,7 +52,7 @@ class EngineConfig:
     max_step_retries: int = 3
     on_lost_kv: str = "recompute"
     host_policy: str = DEFAULT_POLICY
-    tiers: tuple[str, ...] = ()
+    tiers: Sequence[str] = ()
     store_after: int = 1
     lookup_deadline_s: float = 0.1
     close_s: float = 10.0
@@ -65,7 +66,9 @@ class EngineConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 options = ", ".join(map(str, allowed))
-                raise InputError(f"{name} must be one of {options}; got {getattr(self, name)!r}")
+                raise InputError(
+                    f"{name} must be one of {options}; got {getattr(self, name)!r}", name
+                )
         minimum = {
             "block_size": 1,
             "blocks_per_chunk": 1,
@@ -81,12 +84,14 @@ class EngineConfig:
         for name, low in minimum.items():
             if getattr(self, name) < low:
                 raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}", name)
+        if isinstance(self.tiers, str):
+            raise InputError(f"tiers must be a list of URLs, got one text: {self.tiers!r}", "tiers")
         for name in ("load_deadline_s", "lookup_deadline_s", "close_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise InputError(
                     f"{name} must be above 0, and 1e6 at most, got {getattr(self, name)}", name
                 )
         if self.max_length is not None and self.max_length < 2:
-            raise InputError(f"max_length must be at least 2, got {self.max_length}")
+            raise InputError(f"max_length must be at least 2, got {self.max_length}", "max_length")
         if self.threads is not None and self.threads < 1:
-            raise InputError(f"threads must be at least 1, got {self.threads}")
+            raise InputError(f"threads must be at least 1, got {self.threads}", "threads")

@@ -17,7 +17,7 @@ from ebbtide.engine.loop import EngineLoop
 from ebbtide.engine.output import EngineStats, TierFigures
 from ebbtide.engine.streams import Sink, Streams, check_token_ids, resolve
 from ebbtide.engine.tiers import OpenTiers
-from ebbtide.errors import InputError
+from ebbtide.errors import InputError, readable_bytes
 from ebbtide.offload.arena import Arena, slot_bytes_for
 from ebbtide.offload.below import Below
 from ebbtide.offload.host import HostSlots
@@ -30,6 +30,8 @@ from ebbtide.params import SamplingParams
 if TYPE_CHECKING:
     from ebbtide.models.checkpoint import Checkpoint
     from ebbtide.models.kv import KVLayout
+
+TRY_S = 0.5  # the start waits so long at most until it is known how fast the tiers are
 
 Progress = Callable[[str, float], None]
 
@@ -107,10 +109,13 @@ class Engine:
                 self._loop.found,
                 self._loop.ready,
             )
+        for tier in self._tiers.below:
+            tier.try_out()
         self._names = itertools.count(1)
         gc.collect()
         gc.freeze()  # the model's objects stay: spare the collector their scan
         self._loop.start()
+        self._loop.wait_for_jobs(TRY_S)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt. Raises InputError for an empty one or for ids out of range."""
@@ -281,18 +286,18 @@ def _num_blocks(config: EngineConfig, layout: KVLayout, device: Any) -> int:
     num_blocks = config.kv_bytes // layout.block_bytes
     if num_blocks < 2 * len(layout.groups):
         raise InputError(
-            f"{config.kv_bytes / MIB:.1f} MiB of KV memory hold {num_blocks} blocks of "
-            f"{layout.block_bytes / MIB:.2f} MiB; ask for at least "
-            f"{2 * len(layout.groups) * layout.block_bytes / MIB:.1f} MiB",
+            f"kv_bytes is {readable_bytes(config.kv_bytes)}, and one KV block takes "
+            f"{readable_bytes(layout.block_bytes)}: ask for at least "
+            f"{readable_bytes(2 * len(layout.groups) * layout.block_bytes)}",
             "kv_bytes",
         )
     asked = config.kv_bytes + (config.host_bytes if device.type == "cpu" else 0)
     available = _available_bytes(device)
     if available is not None and asked > available:
-        what = "KV memory and host tier" if device.type == "cpu" else "KV memory"
+        what = "kv_bytes and host_bytes together ask" if device.type == "cpu" else "kv_bytes asks"
         raise InputError(
-            f"{what} together ask for {asked / MIB:.0f} MiB, but {available / MIB:.0f} MiB of "
-            f"memory are available: ask for less",
+            f"{what} for {readable_bytes(asked)}, but {readable_bytes(available)} of memory are "
+            f"available: ask for less",
             "kv_bytes",
         )
     return num_blocks
@@ -315,8 +320,8 @@ def _arena(config: EngineConfig, layout: KVLayout) -> Arena:
     slot_bytes = slot_bytes_for(layout.block_bytes, config.blocks_per_chunk)
     if 0 < config.host_bytes < slot_bytes:
         raise InputError(
-            f"the host tier has {config.host_bytes / MIB:.2f} MiB, but one chunk takes "
-            f"{slot_bytes / MIB:.2f} MiB: give it more, or 0 to turn it off",
+            f"host_bytes is {readable_bytes(config.host_bytes)}, but one chunk takes "
+            f"{readable_bytes(slot_bytes)}: give it more, or 0 to turn it off",
             "host_bytes",
         )
     return Arena(config.host_bytes // slot_bytes, config.blocks_per_chunk, layout.block_bytes)

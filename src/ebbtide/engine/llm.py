@@ -99,9 +99,9 @@ class LLM:
         prompts = [self.tokenizer.encode_chat(each) for each in _conversations(messages)]
         return self.generate(prompts, params, **options)
 
-    def reset(self) -> None:
+    def reset(self, tiers: Sequence[str] | None = None) -> None:
         """Forget all cached KV, on the device and in every tier."""
-        self._engine.reset()
+        self._engine.reset(tiers)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

@@ -136,6 +136,12 @@ class EngineLoop:
             self._check()
             return look(self._scheduler)
 
+    def wait_for_jobs(self, patience_s: float) -> None:
+        """Wait until no job is under way for a tier, but not longer than that."""
+        until = time.monotonic() + patience_s
+        while time.monotonic() < until and self.inspect(lambda _: self._offload.jobs_in_flight):
+            time.sleep(0.001)
+
     def _check(self) -> None:
         if self._failure is not None or self._closing:
             raise EngineStopped(f"the engine has stopped: {self._failure or 'it was closed'}")

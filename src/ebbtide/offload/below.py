@@ -47,6 +47,7 @@ class Action(enum.Enum):
     DELETE = "delete"
     CLEAR = "clear"
     PROBE = "probe"  # read, for nobody: how long does it take?
+    TRY = "try"  # the same with a chunk that is written for it, and then deleted
 
 
 class Job(NamedTuple):
@@ -175,11 +176,11 @@ class Below:
     def pays(self, key: bytes, compute_seconds: float | None) -> bool:
         """Whether reading the chunk beats computing it, which takes ``compute_seconds``.
 
-        A tier that nobody has read from yet is tried by one request. One that has stopped answering is
-        slow before its answer comes.
+        A tier that nobody has read from yet is tried by one request, if it is not being tried already.
+        One that has stopped answering is slow before its answer comes.
         """
         if self.chunk_seconds is None:
-            return not self._reads
+            return not self._reads and not self._probing
         if compute_seconds is None:
             return True
         read = self.chunk_seconds / self._threads
@@ -189,6 +190,12 @@ class Below:
         self.counters.left_alone += 1
         self._wanted = key
         return False
+
+    def try_out(self) -> None:
+        """Find out how fast the tier is before the first request needs it."""
+        if self.policy is not WritePolicy.OFF:
+            self._probing = True
+            self.jobs.append(Job(self.name, Action.TRY))
 
     def tick(self, now: float) -> None:
         """Time passes: ``now`` in seconds, any origin."""
@@ -302,7 +309,7 @@ class Below:
             self._deleting.discard(job.key)
             if good:
                 self._barred.pop(job.key, None)
-        elif job.action is Action.PROBE:
+        elif job.action in (Action.PROBE, Action.TRY):
             self._probing = False
             self._probe_at = self._now + max(PROBE_S, 10 * seconds)
             if good:

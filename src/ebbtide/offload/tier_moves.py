@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,10 +10,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ebbtide.core.plan import NO_SLOT, Transfer, TransferResult
+from ebbtide.keys import DIGEST_BYTES
 from ebbtide.offload.arena import Arena, Bytes, ChunkMemory
 from ebbtide.offload.below import Action, Job, JobResult
 from ebbtide.offload.mover import DeviceMemory
 from ebbtide.offload.tiers.base import Result, Status, Tier
+
+KEY_BYTES = DIGEST_BYTES + 2
+ALONE = (Action.CLEAR, Action.PROBE, Action.TRY)
 
 
 class TierMover:
@@ -57,7 +62,7 @@ class TierMover:
             first = jobs[len(done)]
             alike = [first]
             for job in jobs[len(done) + 1 :]:
-                if job.action is not first.action or first.action in (Action.CLEAR, Action.PROBE):
+                if job.action is not first.action or first.action in ALONE:
                     break
                 alike.append(job)
             results, seconds = self._do(first.action, alike)
@@ -68,12 +73,24 @@ class TierMover:
         keys = [job.key for job in jobs]
         if action is Action.PROBE:
             return self._read(keys, self._staging(keys))
+        if action is Action.TRY:
+            return self._try()
         if action is Action.CLEAR:
             return self._ask(1, lambda: [self.tier.clear()])
         if action is Action.DELETE:
             return self._ask(len(keys), lambda: self.tier.delete(keys))
         buffers = [self._arena.buffer(job.slot) for job in jobs]
         return self._ask(len(keys), lambda: self.tier.write(keys, buffers))
+
+    def _try(self) -> tuple[list[Result], float]:
+        """Write a chunk that nobody knows, read it back, delete it: how long the read took."""
+        key = secrets.token_bytes(KEY_BYTES)
+        buffers = self._staging([key])
+        results, seconds = self._ask(1, lambda: self.tier.write([key], buffers))
+        if results[0].status is Status.OK:
+            results, seconds = self._read([key], buffers)
+            self._ask(1, lambda: self.tier.delete([key]))
+        return results, seconds
 
     def _read(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
