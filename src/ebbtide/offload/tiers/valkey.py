@@ -6,22 +6,24 @@ Schemes: valkey, redis; with TLS valkeys, rediss. ttl: seconds after its last us
 forgotten; 0 for never. timeout: seconds that the server may take for one batch. ca: a file with the
 certificate authority to trust.
 
-A chunk is one string, an envelope, under ``ebbtide:<namespace>:<key>``. Which chunks go when memory runs
-out is the server's business (``maxmemory``, ``maxmemory-policy``): nothing here sets it. Where it
-refuses a chunk for want of memory, the answer is FULL.
+A chunk is one string, an envelope, under ``ebbtide:<namespace>:<key>``, both in hex. Which chunks go when
+memory runs out is the server's business (``maxmemory``, ``maxmemory-policy``): nothing here sets it. Where
+it refuses a chunk for want of memory, the answer is FULL.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from ebbtide.errors import InputError
 from ebbtide.offload.tiers import envelope
-from ebbtide.offload.tiers.base import MISSING, OK, Result, Status, TierContext, TierStats
+from ebbtide.offload.tiers.base import MISSING, OK, Entry, Result, Status, TierContext, TierStats
 from ebbtide.offload.tiers.breaker import BreakerConfig
 from ebbtide.offload.tiers.remote import Down, Line, count, one_line, seconds, settings
 
@@ -37,6 +39,9 @@ PIECE_BYTES = 1 << 20  # of a value, per answer: the client takes twice as long 
 BATCH_BYTES = 8 << 20  # of chunks, in one round trip: bounds what is lost with a connection
 BATCH_KEYS = 1000  # in one round trip, where no chunks move
 VALUE_BYTES_MAX = 512 << 20  # of a string, as servers come
+PREFIX = "ebbtide:"
+NO_STRING = "it is no string"
+_NAME = re.compile(rb"ebbtide:([0-9a-f]{64}):((?:[0-9a-f]{2})+)")
 _READ_BYTES = 256 << 10  # at a time from the socket
 
 Command = tuple[object, ...]
@@ -59,13 +64,6 @@ class ValkeyConfig:
     def server(self) -> str:
         """Its name in messages: no password."""
         return f"valkey at {self.host}:{self.port}/{self.database}"
-
-
-@dataclass(frozen=True, slots=True)
-class ValkeyStats(TierStats):
-    """``chunks``: keys of the whole database; ``bytes``, ``bytes_max``, ``evictions``: the server's own."""
-
-    policy: str = ""  # what it does when memory runs out: "noeviction", "allkeys-lru", ...
 
 
 class Envelope(NamedTuple):
@@ -181,7 +179,6 @@ class ValkeyTier:
         self._namespace = context.namespace
         self._value_bytes = envelope.HEADER_BYTES + context.chunk_bytes
         self._batch = max(1, BATCH_BYTES // self._value_bytes)
-        self._prefix = f"ebbtide:{context.namespace[:16].hex()}:"
         self._client: Any = valkey.Valkey(connection_pool=_pool(config))
         # One failure opens it: a retry costs a connection, and a quarter of a second without hits is cheap.
         # A try may take a connection, and a batch each way.
@@ -238,43 +235,58 @@ class ValkeyTier:
         return results
 
     def delete(self, keys: Sequence[bytes]) -> list[Result]:
-        results: list[Result] = []
-        for part in _parts(len(keys), BATCH_KEYS):
-            told = self._told(self._ask([("UNLINK", *map(self._key, keys[part]))])[0])
-            results += [told] * len(keys[part])
-        return results
+        return self._unlink([self._key(key) for key in keys])
 
     def clear(self) -> Result:
-        """Goes through all keys of the database, since a server finds keys by their beginning in no other
-        way; other clients are served meanwhile."""
-        cursor = 0
-        while True:
-            answer = self._ask(
-                [("SCAN", cursor, "MATCH", self._prefix + "*", "COUNT", BATCH_KEYS)]
-            )[0]
-            if isinstance(answer, Down | Exception):
-                return self._told(answer)
-            cursor, names = int(answer[0]), answer[1]
-            if names:
+        for names in self._scan(_name(self._namespace)):
+            told = self._told(names)
+            if told is OK and names:
                 told = self._told(self._ask([("UNLINK", *names)])[0])
-                if told is not OK:
-                    return told
-            if cursor == 0:
-                return OK
+            if told is not OK:
+                return told
+        return OK
 
-    def stats(self) -> ValkeyStats:
-        """Asks the server."""
+    def entries(self) -> Iterator[Entry]:
+        """One may come twice where the server's table grows meanwhile. To ask for them is no use of them."""
+        for names in self._scan(PREFIX):
+            if isinstance(names, Down | Exception):
+                raise OSError(self._told(names).message)
+            found = [match for match in map(_NAME.fullmatch, names) if match]
+            if found:
+                yield from self._described(found)
+
+    def check(self, entry: Entry) -> Result:
+        """For the server, this is a use of the chunk; for its TTL it is none."""
+        name = _name(entry.namespace, entry.key)
+        (value,) = self._ask([("GET", name)])
+        if value is None:
+            return MISSING
+        if isinstance(value, bytes):
+            body = memoryview(value)
+            head, payload = body[: envelope.HEADER_BYTES], body[envelope.HEADER_BYTES :]
+            wrong = envelope.verify(head, entry.namespace, entry.key, payload)
+        elif _is_no_string(value):
+            wrong = NO_STRING
+        else:
+            return self._told(value)
+        return self._corrupt(name, wrong) if wrong else OK
+
+    def remove(self, entries: Sequence[Entry]) -> list[Result]:
+        return self._unlink([_name(entry.namespace, entry.key) for entry in entries])
+
+    def stats(self) -> TierStats:
+        """Asks the server. ``chunks``: keys of the whole database; the other figures are the server's own."""
         answer = self._line.ask(self._facts)
         if isinstance(answer, Down):
-            return ValkeyStats(state=self._line.state())
+            return TierStats(state=self._line.state())
         info, keys = answer
-        return ValkeyStats(
+        return TierStats(
             chunks=keys,
             bytes=int(info.get("used_memory", 0)),
             bytes_max=int(info.get("maxmemory", 0)) or None,
             evictions=int(info.get("evicted_keys", 0)),
             state=self._line.state(),
-            policy=str(info.get("maxmemory_policy", "")),
+            note=memory_note(info, self._config.ttl_s),
         )
 
     def close(self) -> None:
@@ -306,7 +318,50 @@ class ValkeyTier:
             return {}, 0
 
     def _key(self, key: bytes) -> str:
-        return self._prefix + key.hex()
+        return _name(self._namespace, key)
+
+    def _unlink(self, names: Sequence[str]) -> list[Result]:
+        results: list[Result] = []
+        for part in _parts(len(names), BATCH_KEYS):
+            told = self._told(self._ask([("UNLINK", *names[part])])[0])
+            results += [told] * len(names[part])
+        return results
+
+    def _scan(self, prefix: str) -> Iterator[Any]:
+        """Names that begin with ``prefix``, a list at a time; last of all what went wrong, if anything did.
+
+        This goes through all keys of the database, since a server finds keys by their beginning in no other
+        way; other clients are served meanwhile.
+        """
+        cursor = 0
+        while True:
+            (answer,) = self._ask([("SCAN", cursor, "MATCH", prefix + "*", "COUNT", BATCH_KEYS)])
+            if isinstance(answer, Down | Exception):
+                yield answer
+                return
+            cursor = int(answer[0])
+            yield answer[1]
+            if cursor == 0:
+                return
+
+    def _described(self, found: list[re.Match[bytes]]) -> Iterator[Entry]:
+        asked = [question for match in found for question in _about(match[0])]
+        answers, now = self._ask(asked), time.time()
+        for n, match in enumerate(found):
+            size, idle_s, left_ms = answers[3 * n : 3 * n + 3]
+            for answer in (size, left_ms):
+                if isinstance(answer, Down | Exception):
+                    raise OSError(self._told(answer).message)
+            if size is not None:
+                namespace, key = (bytes.fromhex(text.decode()) for text in match.groups())
+                yield Entry(namespace, key, size, self._used_at(now, idle_s, left_ms))
+
+    def _used_at(self, now: float, idle_s: object, left_ms: int) -> float | None:
+        """A server that evicts by frequency knows no idle time: then what is left of the TTL tells it."""
+        if isinstance(idle_s, int):
+            return now - idle_s
+        is_ours = 0 <= left_ms <= 1000 * self._config.ttl_s  # or of one who has another ttl
+        return now - self._config.ttl_s + left_ms / 1000 if is_ours else None
 
     def _ask(self, commands: Sequence[Command], then: Then | None = None) -> list[Any]:
         """Per command: the server's answer, its refusal (a ResponseError), or Down; or what ``then`` makes
@@ -352,13 +407,14 @@ class ValkeyTier:
             wrong = f"it has not {self._value_bytes} bytes"
             if arrival.bytes == self._value_bytes:
                 wrong = envelope.verify(arrival.head, self._namespace, arrival.key, arrival.payload)
-        elif str(trouble).startswith("WRONGTYPE"):
-            wrong = "it is no string"
+        elif _is_no_string(trouble):
+            wrong = NO_STRING
         else:
             return self._told(trouble)
-        if not wrong:
-            return OK
-        return Result(Status.CORRUPT, f"{self._config.server}, {self._key(arrival.key)}: {wrong}")
+        return self._corrupt(self._key(arrival.key), wrong) if wrong else OK
+
+    def _corrupt(self, name: str, wrong: str) -> Result:
+        return Result(Status.CORRUPT, f"{self._config.server}, {name}: {wrong}")
 
     def _told(self, answer: object) -> Result:
         """What an answer to a change means."""
@@ -369,6 +425,33 @@ class ValkeyTier:
         if isinstance(answer, Exception):
             return Result(Status.FAILED, f"{self._config.server}: {one_line(answer)}")
         return OK
+
+
+def memory_note(info: Mapping[str, Any], ttl_s: int) -> str:
+    """What is unwise about the server's memory settings, in a sentence; "" where nothing is known to be."""
+    policy = str(info.get("maxmemory_policy", ""))
+    if not policy:
+        return ""
+    if not int(info.get("maxmemory", 0)):
+        return "maxmemory is not set, so the server takes memory without limit"
+    if policy == "noeviction":
+        return "maxmemory-policy is noeviction, so a full server refuses chunks and keeps old ones"
+    if policy.startswith("volatile-") and not ttl_s:
+        return f"maxmemory-policy is {policy}, which evicts no chunks, since ttl=0 lets none expire"
+    return ""
+
+
+def _name(namespace: bytes, key: bytes = b"") -> str:
+    return f"{PREFIX}{namespace.hex()}:{key.hex()}"
+
+
+def _about(name: bytes) -> list[Command]:
+    """Three questions about a key, none of which the server takes for its use."""
+    return [("MEMORY USAGE", name), ("OBJECT IDLETIME", name), ("PTTL", name)]
+
+
+def _is_no_string(answer: object) -> bool:
+    return isinstance(answer, Exception) and str(answer).startswith("WRONGTYPE")
 
 
 def _pool(config: ValkeyConfig) -> Any:
