@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import multiprocessing
 import os
 import random
@@ -56,7 +57,8 @@ def neighbour(directory: str, size: int, share: float, empties: bool) -> None:
     tier.start()
     while tier.stats().state == "starting":
         time.sleep(0.05)
-    chunk = memoryview(bytearray(os.urandom(NEIGHBOUR_CHUNK)))
+    chunk = memoryview(mmap.mmap(-1, NEIGHBOUR_CHUNK))  # page-aligned, as tiers are promised
+    chunk[:] = os.urandom(NEIGHBOUR_CHUNK)
     count = int(size * share) // NEIGHBOUR_CHUNK
     for _ in range(count):
         (result,) = tier.write([os.urandom(34)], [chunk])
