@@ -1,9 +1,11 @@
-"""Finds who opens a tier: packages say so by the entry point ``ebbtide.tiers``, by the URL's scheme."""
+"""Finds who opens a tier: packages say so by the entry point ``ebbtide.tiers``, by the URL's scheme.
+
+Messages have the scheme and no more of the URL, which may hold a password.
+"""
 
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
-from urllib.parse import urlsplit
 
 from ebbtide.errors import InputError
 from ebbtide.offload.tiers.base import OpenTier, Tier, TierContext
@@ -13,22 +15,45 @@ GROUP = "ebbtide.tiers"
 
 def open_tier(url: str, context: TierContext) -> Tier:
     """Open the tier that a URL names. Raises InputError, in one sentence, where that cannot work."""
-    return find(url)(url, context)
+    opener = find(url)
+    try:
+        return opener(url, context)
+    except (InputError, AssertionError):
+        raise
+    except Exception as error:  # somebody else's package, which did not say it as it should
+        raise InputError(
+            f"the tier for {_scheme(url)}:// cannot be opened: {_one_line(error)}"
+        ) from error
 
 
 def find(url: str) -> OpenTier:
     """Who opens tiers with this URL's scheme."""
-    scheme = urlsplit(url).scheme
+    scheme = _scheme(url)
     found: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=GROUP)}
     if scheme not in found:
         known = ", ".join(f"{name}://" for name in sorted(found))
-        raise InputError(f"no tier is known for {url!r}: its URL must begin with one of {known}")
+        wrong = f"no tier is known for {scheme}://" if scheme else "a tier is given by its URL"
+        there = f"it must begin with one of {known}" if found else "no package brings any"
+        raise InputError(f"{wrong}: {there}")
     point = found[scheme]
     try:
         opener: OpenTier = point.load()
     except Exception as error:  # somebody else's package
         raise InputError(
-            f"the tier for {scheme}:// is in {point.value}, which cannot be used: "
-            f"{type(error).__name__}: {error}"
+            f"the tier for {scheme}:// is in {point.value}, which cannot be used: {_one_line(error)}"
         ) from error
+    if not callable(opener):
+        raise InputError(
+            f"the tier for {scheme}:// is in {point.value}, which cannot be called to open one"
+        )
     return opener
+
+
+def _scheme(url: str) -> str:
+    scheme, separator, _ = url.partition("://")
+    return scheme.lower() if separator else ""
+
+
+def _one_line(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
