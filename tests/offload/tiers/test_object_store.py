@@ -17,6 +17,7 @@ from ebbtide.offload.tiers import object_store as module
 from ebbtide.offload.tiers.base import OK, Status, TierContext
 from ebbtide.offload.tiers.object_store import ObjectTier, open_object, parse
 from ebbtide.testing.tier_contract import (
+    PAGE,
     Chunk,
     TierContract,
     assert_intact,
@@ -176,6 +177,80 @@ class TestStore:
         worker.join()
         assert {result.status for result in results} <= {Status.OK, Status.FAILED}
         assert len(results) == 40
+
+
+class TestInventory:
+    def test_it_goes_beyond_one_page_past_what_belongs_to_others(self, tier, monkeypatch) -> None:
+        monkeypatch.setattr(module, "_LISTED", 3)
+        chunks = [Chunk(number) for number in range(10)]
+        assert_ok(tier.write(keys(chunks), buffers(chunks)))
+        for name in ("theirs", f"{'00' * 32}/ab/abcd.txt", f"{'00' * 32}/ab/abc", "odd/ab/abcd"):
+            obstore.put(tier._store, name, b"x")
+        found = list(tier.entries())
+        assert sorted(entry.key for entry in found) == sorted(keys(chunks))
+        assert {entry.namespace for entry in found} == {context().namespace}
+        assert {entry.bytes for entry in found} == {PAGE + module.envelope.HEADER_BYTES}
+
+    def test_an_empty_store(self, tier) -> None:
+        assert list(tier.entries()) == []
+
+    @pytest.mark.parametrize(
+        ("damage", "says"),
+        [
+            (lambda value: _flip(value), "checksum"),
+            (lambda value: value[:-1], "bytes"),
+            (lambda value: value[:5], "header has 5"),
+            (lambda value: b"", "header has 0"),
+            (lambda value: value + b"x", "bytes"),
+        ],
+    )
+    def test_what_is_damaged_is_found_and_left(self, tier, damage, says) -> None:
+        path = stored(tier, Chunk(1))
+        obstore.put(tier._store, path, damage(bytes(obstore.get(tier._store, path).bytes())))
+        (entry,) = tier.entries()
+        for _ in range(2):
+            result = tier.check(entry)
+            assert result.status is Status.CORRUPT
+            assert says in result.message
+        assert tier.remove([entry]) == [OK]
+        assert tier.check(entry).status is Status.MISSING
+
+    def test_a_store_that_is_gone(self, server, s3_url) -> None:
+        tier = open_object(s3_url, context())
+        assert_ok(tier.write([Chunk(1).key], [Chunk(1).buffer]))
+        (entry,) = tier.entries()
+        server.kill()
+        with pytest.raises(OSError, match="Connection refused"):
+            list(tier.entries())
+        assert tier.check(entry).status is Status.FAILED
+        assert [result.status for result in tier.remove([entry] * 2)] == [Status.FAILED] * 2
+        tier.close()
+        with pytest.raises(OSError, match="closed"):
+            list(tier.entries())
+
+
+class TestPanic:
+    def test_a_client_that_panics_later_is_a_failure_like_any_other(
+        self, tier, monkeypatch
+    ) -> None:
+        class PanicException(BaseException):
+            pass
+
+        def panic(*args: object, **options: object) -> None:
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+
+        chunk = Chunk(1)
+        for name in ("get", "put", "head", "list", "delete"):
+            monkeypatch.setattr(obstore, name, panic)
+        results = [
+            *tier.read([chunk.key], [chunk.buffer]),
+            *tier.write([chunk.key], [chunk.buffer]),
+            *tier.delete([chunk.key]),
+            tier.clear(),
+        ]
+        assert [result.status for result in results] == [Status.FAILED] * 4
+        assert "the client gave up" in results[0].message
+        assert tier.lookup([chunk.key]) == [False]
 
 
 def _flip(value: bytes) -> bytes:
@@ -339,6 +414,49 @@ class TestUrl:
         monkeypatch.setenv(name, "another")
         with pytest.raises(InputError, match=r"cannot be listed: .*403"):
             open_object(s3_url, context())
+
+    @pytest.mark.parametrize("name", module.ENDPOINTS)
+    @pytest.mark.parametrize("text", ["nonsense", "", "localhost:9000", "http://[bad"])
+    def test_an_endpoint_of_the_environment_that_is_none(self, monkeypatch, name, text) -> None:
+        monkeypatch.setenv(name, text)
+        with pytest.raises(InputError, match=name):
+            open_object("s3://bucket", context())
+
+    @pytest.mark.parametrize("name", module.ENDPOINTS)
+    def test_an_endpoint_of_the_environment_is_used(self, server, monkeypatch, name) -> None:
+        monkeypatch.setenv(name, f"http://127.0.0.1:{server.port}")
+        place = f"s3://{BUCKET}/test/{next(prefixes)}?region=us-east-1&timeout=5"
+        tier = open_object(place, context())
+        assert_ok(tier.write([Chunk(1).key], [Chunk(1).buffer]))
+        tier.close()
+
+    def test_an_endpoint_in_the_url_is_never_passed_over(self, server, s3_url, monkeypatch) -> None:
+        for name in module.ENDPOINTS:
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
+            if name == module.FIRST_ENDPOINT:
+                with pytest.raises(InputError, match=f"{name} in the environment"):
+                    open_object(s3_url, context())
+            else:
+                tier = open_object(s3_url, context())
+                assert tier.stats().state == "up"
+                tier.close()
+            monkeypatch.delenv(name)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "place"),
+        [
+            ("AWS_SKIP_SIGNATURE", "perhaps", "s3://bucket"),
+            ("AWS_REGION", "a b", "s3://bucket"),  # the client panics
+            ("GOOGLE_SERVICE_ACCOUNT", "/no/such/file", "gs://bucket"),
+            ("AZURE_ENDPOINT", "nonsense", "az://container?account_name=a"),
+        ],
+    )
+    def test_another_variable_that_is_no_good(self, monkeypatch, name, value, place) -> None:
+        monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=rf"from the environment: .*{name}") as error:
+            open_object(place, context())
+        assert "\n" not in str(error.value)
+        assert S3_CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in str(error.value)
 
     def test_the_extra_is_not_installed(self, monkeypatch) -> None:
         monkeypatch.setattr(module, "obstore", None)

@@ -8,27 +8,28 @@ allow_http, which an endpoint that begins with http:// implies. All others are t
 (``obstore``): endpoint, region, skip_signature, account_name and so on. Credentials come from where the
 cloud's own tools take them: the environment, or the machine's role.
 
-An object is an envelope, named ``prefix/<namespace>/<2 digits>/<key>``. It is published whole or not at all,
-by one request. Nothing here limits how much is kept, or for how long: give the bucket a lifecycle rule
-that deletes what is under the prefix some days after it was written.
+An object is an envelope, named ``prefix/<namespace>/<2 digits>/<key>``, all in hex. It is published whole
+or not at all, by one request. Nothing here limits how much is kept, or for how long: give the bucket a
+lifecycle rule that deletes what is under the prefix some days after it was written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ebbtide.errors import InputError
 from ebbtide.offload.tiers import envelope
-from ebbtide.offload.tiers.base import MISSING, OK, Result, Status, TierContext, TierStats
+from ebbtide.offload.tiers.base import MISSING, OK, Entry, Result, Status, TierContext, TierStats
 from ebbtide.offload.tiers.breaker import BreakerConfig
 from ebbtide.offload.tiers.remote import Down, Line, count, flag, one_line, seconds, settings
 
@@ -43,7 +44,16 @@ log = logging.getLogger(__name__)
 LOCAL = "object+file"
 SCHEMES = ("s3", "gs", "az", LOCAL)
 CONCURRENCY_MAX = 64
+VARIABLES = {
+    "s3": "AWS_",
+    "gs": "GOOGLE_",
+    "az": "AZURE_",
+    LOCAL: "-",
+}  # what the client reads begins so
+FIRST_ENDPOINT = "AWS_ENDPOINT_URL_S3"  # for the client: also before that of a URL
+ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", FIRST_ENDPOINT)
 _LISTED = 1000  # objects at a time
+_NAME = re.compile(r"([0-9a-f]{64})/[0-9a-f]{2}/((?:[0-9a-f]{2})+)")
 _FULL = ("No space left on device", "QuotaExceeded", "InsufficientStorage", "StorageFull")
 _REASONS = (
     "Connection refused",
@@ -51,6 +61,11 @@ _REASONS = (
     "dns error",
     "certificate",
 )  # deep in the client's text
+T = TypeVar("T")
+
+
+class ClientPanicError(Exception):
+    """The client hit a wall inside, on a setting that it had not looked at before: no error of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +106,10 @@ def parse(url: str) -> ObjectConfig:
         theirs = {name: _endpoint if "endpoint" in name else str for name in names}
     given: dict[str, Any] = settings(parts.query, theirs | ours)
     client = {name: given.pop(name) for name in theirs if name not in ours}
-    if any("endpoint" in name and text.startswith("http://") for name, text in client.items()):
+    endpoints = [text for name, text in client.items() if "endpoint" in name]
+    if parts.scheme == "s3":
+        endpoints = _s3_endpoints(endpoints)
+    if any(text.startswith("http://") for text in endpoints):
         given.setdefault("allow_http", True)
     if "timeout" in given:
         given["timeout_s"] = given.pop("timeout")
@@ -112,6 +130,23 @@ def _endpoint(text: str) -> str:
     return text
 
 
+def _s3_endpoints(in_url: list[str]) -> list[str]:
+    """Those of the URL, else of the environment, which the client would not check until it is too late."""
+    given = [(name, os.environ[name]) for name in ENDPOINTS if name in os.environ]
+    for name, text in given:
+        if in_url and name == FIRST_ENDPOINT:
+            raise InputError(
+                f"the URL names an endpoint, but {name} in the environment goes before it: unset one"
+            )
+        try:
+            _endpoint(text)
+        except ValueError as error:
+            raise InputError(
+                f"the environment variable {name}={text!r} is no good: {error}"
+            ) from None
+    return in_url or [text for _, text in given]
+
+
 class ObjectTier:
     name = "object"
     immediate = False
@@ -120,12 +155,13 @@ class ObjectTier:
         self._config = config
         self._namespace = context.namespace
         self._object_bytes = envelope.HEADER_BYTES + context.chunk_bytes
-        self._folder = context.namespace[:16].hex()
+        self._folder = context.namespace.hex()
         self._store = _client(config)
         # The client has tried again by itself; one request of many may still fail for its own reasons.
         # A try may take its own time limit, and that of its retries.
         breaker = BreakerConfig(failures_max=3, probe_s=3 * config.timeout_s)
-        self._line = Line(config.url, (exceptions.BaseError, OSError), breaker, describe=_describe)
+        errors = (exceptions.BaseError, OSError, ClientPanicError)
+        self._line = Line(config.url, errors, breaker, describe=_describe)
         # Pools apart, so that neither a read nor a lookup waits behind a long row of writes.
         self._lookups, self._reads, self._writes = (
             ThreadPoolExecutor(config.concurrency, f"object-{what}")
@@ -143,11 +179,31 @@ class ObjectTier:
         return _results(self._each(self._writes, self._put, keys, buffers))
 
     def delete(self, keys: Sequence[bytes]) -> list[Result]:
-        return _results(self._each(self._writes, self._delete, keys))
+        return _results(self._each(self._writes, self._delete, list(map(self._path, keys))))
 
     def clear(self) -> Result:
-        answer = self._line.ask(self._clear)
-        return _results([answer])[0]
+        return _results([self._ask(self._clear)])[0]
+
+    def entries(self) -> Iterator[Entry]:
+        """``used_at`` is when it was written: a store knows no more."""
+        listing = self._ask(lambda: iter(obstore.list(self._store, chunk_size=_LISTED)))
+        while True:
+            page = listing if isinstance(listing, Down) else self._ask(lambda: next(listing, None))
+            if isinstance(page, Down):
+                raise OSError(page.why)
+            if page is None:
+                return
+            for found in page:
+                if match := _NAME.fullmatch(found["path"]):
+                    namespace, key = map(bytes.fromhex, match.groups())
+                    yield Entry(namespace, key, found["size"], found["last_modified"].timestamp())
+
+    def check(self, entry: Entry) -> Result:
+        return _results([self._ask(lambda: self._check(entry))])[0]
+
+    def remove(self, entries: Sequence[Entry]) -> list[Result]:
+        paths = [_path(entry.namespace, entry.key) for entry in entries]
+        return _results(self._each(self._writes, self._delete, paths))
 
     def stats(self) -> TierStats:
         """Counts nothing: a store would have to be listed for that, which takes long and may cost."""
@@ -161,9 +217,13 @@ class ObjectTier:
     def _greet(self) -> None:
         """Finds out at the start what would never work; a store that is not there yet is no such thing."""
 
+        store, folder = self._store, self._folder
+
         def hello() -> str:
             try:
-                next(iter(obstore.list(self._store, self._folder, chunk_size=1)), None)
+                _without_panic(lambda: next(iter(obstore.list(store, folder, chunk_size=1)), None))
+            except ClientPanicError as error:
+                return _describe(error) + _blame(self._config.url, str(error))
             except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
                 return _describe(error)
             except exceptions.BaseError as error:
@@ -180,6 +240,9 @@ class ObjectTier:
             self.close()
             raise InputError(f"{self._config.url} cannot be listed: {trouble}")
 
+    def _ask(self, question: Callable[[], T]) -> T | Down:
+        return self._line.ask(partial(_without_panic, question))
+
     def _each(
         self, pool: ThreadPoolExecutor, act: Callable[..., Any], *columns: Sequence[Any]
     ) -> list[Any]:
@@ -188,13 +251,12 @@ class ObjectTier:
         running: list[Future[Any]] = []
         with contextlib.suppress(RuntimeError):  # the pool is shut down: the tier was closed
             for row in rows:
-                running.append(pool.submit(self._line.ask, partial(act, *row)))
+                running.append(pool.submit(self._ask, partial(act, *row)))
         answers = [each.result() for each in running]
         return answers + [Down(f"{self._config.url} was closed")] * (len(rows) - len(answers))
 
     def _path(self, key: bytes) -> str:
-        name = key.hex()
-        return f"{self._folder}/{name[:2]}/{name}"
+        return _path(self._namespace, key)
 
     def _head(self, key: bytes) -> bool:
         try:
@@ -217,8 +279,8 @@ class ObjectTier:
             wrong = f"it has {found.meta['size']} bytes, not {self._object_bytes}"
         if not wrong:
             return OK
-        self._delete(key)
-        return Result(Status.CORRUPT, f"{self._config.url}, {self._path(key)}: {wrong}")
+        self._delete(self._path(key))
+        return self._corrupt(self._path(key), wrong)
 
     def _put(self, key: bytes, buffer: memoryview) -> Result:
         payload = buffer.cast("B")
@@ -232,10 +294,23 @@ class ObjectTier:
             return Result(Status.FULL, f"{self._config.url}: {_describe(error)}")
         return OK
 
-    def _delete(self, key: bytes) -> Result:
+    def _delete(self, path: str) -> Result:
         with contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._store, self._path(key))
+            obstore.delete(self._store, path)
         return OK
+
+    def _check(self, entry: Entry) -> Result:
+        path = _path(entry.namespace, entry.key)
+        try:
+            value = memoryview(obstore.get(self._store, path).bytes())
+        except FileNotFoundError:
+            return MISSING
+        head, payload = value[: envelope.HEADER_BYTES], value[envelope.HEADER_BYTES :]
+        wrong = envelope.verify(head, entry.namespace, entry.key, payload)
+        return self._corrupt(path, wrong) if wrong else OK
+
+    def _corrupt(self, path: str, wrong: str) -> Result:
+        return Result(Status.CORRUPT, f"{self._config.url}, {path}: {wrong}")
 
     def _clear(self) -> Result:
         for page in obstore.list(self._store, self._folder, chunk_size=_LISTED):
@@ -251,30 +326,63 @@ class ObjectTier:
 
 def _client(config: ObjectConfig) -> Any:
     """Raises InputError where it cannot be made of the settings."""
-    scheme, path = config.url.split("://", 1)
     try:
-        if scheme == LOCAL:
-            return store.LocalStore(unquote(path), mkdir=True)
-        return store.from_url(
-            config.url,
-            config=config.client,  # type: ignore[call-overload]
-            client_options={
-                "timeout": timedelta(seconds=config.timeout_s),
-                "connect_timeout": timedelta(seconds=config.timeout_s),
-                "allow_http": config.allow_http,
+        return _without_panic(partial(_make_client, config))
+    except (exceptions.BaseError, OSError, ValueError, ClientPanicError) as error:
+        why = _describe(error) + _blame(config.url, str(error))
+        raise InputError(f"{config.url} cannot be used: {why}") from None
+
+
+def _make_client(config: ObjectConfig) -> Any:
+    scheme, path = config.url.split("://", 1)
+    if scheme == LOCAL:
+        return store.LocalStore(unquote(path), mkdir=True)
+    return store.from_url(
+        config.url,
+        config=config.client,  # type: ignore[call-overload]
+        client_options={
+            "timeout": timedelta(seconds=config.timeout_s),
+            "connect_timeout": timedelta(seconds=config.timeout_s),
+            "allow_http": config.allow_http,
+        },
+        retry_config={
+            "max_retries": config.retries,
+            "retry_timeout": timedelta(seconds=config.timeout_s),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=50),
+                "max_backoff": timedelta(seconds=1),
+                "base": 2,
             },
-            retry_config={
-                "max_retries": config.retries,
-                "retry_timeout": timedelta(seconds=config.timeout_s),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=50),
-                    "max_backoff": timedelta(seconds=1),
-                    "base": 2,
-                },
-            },
-        )
-    except (exceptions.BaseError, OSError, ValueError) as error:
-        raise InputError(f"{config.url} cannot be used: {_describe(error)}") from None
+        },
+    )
+
+
+def _without_panic(question: Callable[[], T]) -> T:
+    """A panic of the client is a BaseException, which nobody above expects, of a class not to be had."""
+    try:
+        return question()
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ClientPanicError(f"the client gave up: {error}") from None
+
+
+def _blame(url: str, text: str) -> str:
+    """The environment variables that may have brought the trouble: their names only, they may be secrets.
+
+    Those whose value ``text`` repeats; after a panic, which does not say, all that the client reads.
+    """
+    prefix = VARIABLES[urlsplit(url).scheme]
+    given = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    named = [name for name, value in given.items() if len(value) > 1 and value in text]
+    if text.startswith("the client gave up"):
+        named = named or list(given)
+    return f" (from the environment: {', '.join(sorted(named))})" if named else ""
+
+
+def _path(namespace: bytes, key: bytes) -> str:
+    name = key.hex()
+    return f"{namespace.hex()}/{name[:2]}/{name}"
 
 
 def _fill(payload: memoryview, pieces: Any) -> bytes:
