@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ebbtide.keys import chunk_key
-from ebbtide.offload.tiers.base import Result, Status, Tier, TierContext
+from ebbtide.offload.tiers.base import Entry, Inventory, Result, Status, Tier, TierContext
 
 PAGE = mmap.PAGESIZE
 START_S = 20.0
+SOME_TIME_S = 3600.0  # that a clock of somebody else may be off, and a test may take
 FILLED_BYTES_MAX = 64 << 20  # a tier of a larger quota is not filled
 Open = Callable[[TierContext], Tier]
 
@@ -184,6 +185,48 @@ class TierContract:
                 assert result.status in (Status.OK, Status.MISSING), result
                 assert result.status is Status.MISSING or target == chunk.buffer
             assert any(result.status is Status.OK for result in results), "nothing was kept"
+
+    def test_what_is_stored_can_be_looked_through(self, open_tier: Open) -> None:
+        """Of every namespace and size; only where a tier is an ``Inventory``."""
+        mine, theirs = (
+            [Chunk(number) for number in range(5)],
+            [Chunk(number, 3) for number in (0, 9)],
+        )
+        with opened(open_tier) as tier, opened(open_tier, context(3, space=2)) as other:
+            if not isinstance(tier, Inventory):
+                return
+            assert_ok(tier.write(keys(mine), buffers(mine)))
+            here = {(context().namespace, chunk.key): chunk for chunk in mine}
+            if self.is_persistent:
+                assert_ok(other.write(keys(theirs), buffers(theirs)))
+                here |= {(context(space=2).namespace, chunk.key): chunk for chunk in theirs}
+            found = {(entry.namespace, entry.key): entry for entry in tier.entries()}
+            assert found.keys() == here.keys()
+            for name, entry in found.items():
+                assert entry.bytes >= here[name].buffer.nbytes
+                assert entry.used_at is None or abs(time.time() - entry.used_at) < SOME_TIME_S
+                assert_ok([tier.check(entry)])
+            assert_intact(tier, mine)
+
+    def test_what_was_looked_through_can_be_removed(self, open_tier: Open) -> None:
+        chunks = [Chunk(number) for number in range(5)]
+        with opened(open_tier) as tier:
+            if not isinstance(tier, Inventory):
+                return
+            assert not list(tier.entries())
+            assert tier.remove([]) == []
+            assert_ok(tier.write(keys(chunks), buffers(chunks)))
+            here = {entry.key: entry for entry in tier.entries()}
+            gone, kept = chunks[:2], chunks[2:]
+            entries = [here[chunk.key] for chunk in gone]
+            absent = Entry(context().namespace, Chunk(99).key, PAGE, None)
+            for _ in range(2):
+                assert_ok(tier.remove([*entries, absent]))
+            for entry in (*entries, absent):
+                assert tier.check(entry).status is Status.MISSING
+            assert {entry.key for entry in tier.entries()} == set(keys(kept))
+            assert tier.lookup(keys(chunks)) == [False] * 2 + [True] * 3
+            assert_intact(tier, kept)
 
     def test_stats(self, open_tier: Open) -> None:
         with opened(open_tier) as tier:

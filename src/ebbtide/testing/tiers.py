@@ -11,16 +11,26 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ebbtide.offload.tiers.base import MISSING, OK, Result, Status, Tier, TierContext, TierStats
+from ebbtide.offload.tiers.base import (
+    MISSING,
+    OK,
+    Entry,
+    Result,
+    Status,
+    Tier,
+    TierContext,
+    TierStats,
+)
 from ebbtide.offload.tiers.file_io import FileSystem
 
 CLOSED = Result(Status.FAILED, "the memory tier is closed")
 GARBAGE = 0xEE
+SPACE_BYTES = 32  # of a namespace
 
 
 class MemoryPlace:
@@ -96,6 +106,28 @@ class MemoryTier:
             for id in [id for id in self.place.chunks if id.startswith(self._space)]:
                 self.place.drop(id)
         return OK
+
+    def entries(self) -> Iterator[Entry]:
+        if self._is_closed:
+            raise OSError(CLOSED.message)
+        with self.place.lock:
+            sizes = {id: len(payload) for id, payload in self.place.chunks.items()}
+        for id, size in sizes.items():
+            yield Entry(id[:SPACE_BYTES], id[SPACE_BYTES:], size, None)
+
+    def check(self, entry: Entry) -> Result:
+        if self._is_closed:
+            return CLOSED
+        with self.place.lock:
+            return OK if entry.namespace + entry.key in self.place.chunks else MISSING
+
+    def remove(self, entries: Sequence[Entry]) -> list[Result]:
+        if self._is_closed:
+            return [CLOSED] * len(entries)
+        with self.place.lock:
+            for entry in entries:
+                self.place.drop(entry.namespace + entry.key)
+        return [OK] * len(entries)
 
     def stats(self) -> TierStats:
         with self.place.lock:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InputError
-from ebbtide.offload.tiers.base import Status, Tier, TierContext
+from ebbtide.offload.tiers.base import Inventory, Status, Tier, TierContext
 from ebbtide.offload.tiers.file import open_file
 from ebbtide.testing.tier_contract import Chunk, TierContract, context, opened
 from ebbtide.testing.tiers import FaultyTier, MemoryPlace, MemoryTier
@@ -25,6 +25,11 @@ class TestMemoryTier(TierContract):
     def open_tier(self) -> Open:
         place = MemoryPlace(QUOTA)
         return lambda context: MemoryTier(context, place)
+
+    def test_it_is_an_inventory(self, open_tier: Open) -> None:
+        """Else the contract's tests of one would pass by."""
+        with opened(open_tier) as tier:
+            assert isinstance(tier, Inventory)
 
 
 class TestMemoryOfOneTier(TierContract):
