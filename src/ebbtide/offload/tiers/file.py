@@ -20,14 +20,15 @@ import errno
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ebbtide.errors import InputError
 from ebbtide.offload.policies import make_policy
-from ebbtide.offload.tiers.base import MISSING, OK, Result, Status, TierContext, TierStats
+from ebbtide.offload.tiers.base import MISSING, OK, Entry, Result, Status, TierContext, TierStats
 from ebbtide.offload.tiers.envelope import header
 from ebbtide.offload.tiers.file_index import Index
+from ebbtide.offload.tiers.file_inventory import FileInventory
 from ebbtide.offload.tiers.file_io import (
     GONE,
     HEAD_BYTES,
@@ -36,7 +37,7 @@ from ebbtide.offload.tiers.file_io import (
     Parts,
     takes_direct_io,
 )
-from ebbtide.offload.tiers.file_scan import Scanner, chunk_path
+from ebbtide.offload.tiers.file_scan import Listing, Scanner, chunk_path
 from ebbtide.offload.tiers.file_settings import FileSettings, parse_url
 
 LOOK_S = 1.0  # how often the directory is looked at for what others did ...
@@ -91,6 +92,8 @@ class FileTier:
         self._files = ChunkFiles(
             self._fs, self._space, context.chunk_bytes, self.is_direct, settings.fsync == "always"
         )
+        self._listing = Listing(self._fs, self._root)
+        self._inventory = FileInventory(self._root, self._fs)
         self._scanner = Scanner(self._fs, self._root, self._index, self._names, self._parts.born_ns)
 
     def start(self) -> None:
@@ -125,6 +128,15 @@ class FileTier:
             evictions=self._evictions,
             state=f"down: {self._down}" if self._down else state,
         )
+
+    def entries(self) -> Iterator[Entry]:
+        return self._inventory.entries()
+
+    def check(self, entry: Entry) -> Result:
+        return self._inventory.check(entry)
+
+    def remove(self, entries: Sequence[Entry]) -> list[Result]:
+        return self._each(lambda entry: self._remove(entry.namespace + entry.key), entries)
 
     def close(self) -> None:
         self._stop.set()
@@ -306,7 +318,7 @@ class FileTier:
     def _clear(self) -> Result:
         result = OK
         try:
-            for id in self._scanner.chunks_of(self._space):
+            for id in self._listing.chunks_of(self._space):
                 removed = self._remove(id)
                 result = removed if result is OK else result
         except OSError as error:

@@ -17,6 +17,45 @@ SUFFIX = ".kv"
 SETTLED_NS = 10 * 10**9
 
 
+class Listing:
+    """The names in the directory that are ours. Files and directories of other names are left alone."""
+
+    def __init__(self, fs: FileSystem, root: str) -> None:
+        self._fs = fs
+        self._root = root
+
+    def places(self) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+        """The directories with chunks. Raises OSError."""
+        for space in self._directories(self._root, NAMESPACE_BYTES):
+            for entry in self._directories(space.path, 1):
+                yield bytes.fromhex(space.name + entry.name), entry
+
+    def chunks_of(self, namespace: bytes) -> Iterator[bytes]:
+        """The ids of all its chunks. Raises OSError."""
+        for entry in self._directories(f"{self._root}/{namespace.hex()}", 1):
+            for id, _ in self.chunks_in(entry.path, namespace + bytes.fromhex(entry.name)):
+                yield id
+
+    def chunks_in(self, directory: str, place: bytes) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+        """The ids of the chunks in a place's directory. Raises OSError."""
+        space, first = place[:NAMESPACE_BYTES], place[NAMESPACE_BYTES:]
+        for entry in self._scan(directory):
+            key = _from_hex(entry.name[: -len(SUFFIX)])
+            if entry.name.endswith(SUFFIX) and key[:1] == first:
+                yield space + key, entry
+
+    def _directories(self, path: str, name_bytes: int) -> list[os.DirEntry[str]]:
+        return [entry for entry in self._scan(path) if len(_from_hex(entry.name)) == name_bytes]
+
+    def _scan(self, directory: str) -> list[os.DirEntry[str]]:
+        try:
+            return self._fs.scan(directory)
+        except OSError as error:
+            if error.errno in GONE:
+                return []
+            raise
+
+
 class Scanner:
     """``names`` is held by whoever changes a name in the directory together with the index.
 
@@ -28,6 +67,7 @@ class Scanner:
     ) -> None:
         self._fs = fs
         self._root = root
+        self._listing = Listing(fs, root)
         self._index = index
         self._names = names
         self._born_ns = born_ns
@@ -39,23 +79,15 @@ class Scanner:
         Raises OSError where not even the directories can be listed.
         """
         is_whole, there = True, set()
-        for space in self._directories(self._root, NAMESPACE_BYTES):
-            for entry in self._directories(space.path, 1):
-                if is_stopped():
-                    return False
-                place = bytes.fromhex(space.name + entry.name)
-                there.add(place)
-                is_whole &= self._look(place, entry)
+        for place, entry in self._listing.places():
+            if is_stopped():
+                return False
+            there.add(place)
+            is_whole &= self._look(place, entry)
         for place in set(self._index.places()) - there:
             self._looks.pop(place, None)
             self._compare(place, directory_path(self._root, place))
         return is_whole
-
-    def chunks_of(self, namespace: bytes) -> Iterator[bytes]:
-        """The ids of all its chunks on the disk. Raises OSError."""
-        for entry in self._directories(f"{self._root}/{namespace.hex()}", 1):
-            for id, _ in self._chunks_in(entry.path, namespace + bytes.fromhex(entry.name)):
-                yield id
 
     def _look(self, place: bytes, entry: os.DirEntry[str]) -> bool:
         """Compare a directory if it has changed, and once more after that: clocks tick coarsely."""
@@ -77,7 +109,7 @@ class Scanner:
         known = self._index.known(place)
         seen: set[bytes] = set()
         new: dict[bytes, tuple[int, float]] = {}
-        for id, entry in self._chunks_in(directory, place):
+        for id, entry in self._listing.chunks_in(directory, place):
             seen.add(id)
             if id not in known:
                 with contextlib.suppress(FileNotFoundError):
@@ -85,29 +117,6 @@ class Scanner:
                     new[id] = info.st_size, info.st_mtime
         with self._names:
             self._index.end_look(place, seen, new)
-
-    def _directories(self, path: str, name_bytes: int) -> list[os.DirEntry[str]]:
-        return [
-            entry
-            for entry in self._scan(path)
-            if len(entry.name) == 2 * name_bytes and _from_hex(entry.name)
-        ]
-
-    def _chunks_in(self, directory: str, place: bytes) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
-        """The ids of the chunks in a directory. Files that we did not name are none of ours."""
-        space, first = place[:NAMESPACE_BYTES], place[NAMESPACE_BYTES:]
-        for entry in self._scan(directory):
-            key = _from_hex(entry.name[: -len(SUFFIX)])
-            if entry.name.endswith(SUFFIX) and key[:1] == first:
-                yield space + key, entry
-
-    def _scan(self, directory: str) -> list[os.DirEntry[str]]:
-        try:
-            return self._fs.scan(directory)
-        except OSError as error:
-            if error.errno in GONE:
-                return []
-            raise
 
 
 def directory_path(root: str, place: bytes) -> str:
@@ -119,7 +128,9 @@ def chunk_path(root: str, id: bytes) -> str:
 
 
 def _from_hex(text: str) -> bytes:
+    """The bytes that we name so; b"" where we would not, as with capital letters or spaces."""
     try:
-        return bytes.fromhex(text)
+        raw = bytes.fromhex(text)
     except ValueError:
         return b""
+    return raw if raw.hex() == text else b""
