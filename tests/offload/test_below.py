@@ -35,6 +35,27 @@ def leave_alone(below: Below, key: bytes) -> None:
     assert not below.pays(key, 1.0)
 
 
+def test_before_it_is_known_what_computing_takes_a_slow_tier_is_left_alone() -> None:
+    fast, slow = tier(KEY), tier(KEY)
+    for below, seconds in ((fast, 0.05), (slow, 5.0)):
+        below.reading()
+        below.was_read(OTHER, "", seconds)
+    assert fast.pays(KEY, None)
+    assert not slow.pays(KEY, None)
+    assert slow.pays(KEY, 6.0)
+
+
+def test_a_tier_that_stops_before_it_is_known_what_computing_takes_is_left_alone() -> None:
+    below = tier(KEY)
+    below.reading()
+    below.was_read(OTHER, "", 0.001)
+    below.tick(1.0)
+    below.reading()
+    assert below.pays(KEY, None)
+    below.tick(2.0)
+    assert not below.pays(KEY, None)
+
+
 def test_a_slow_tier_is_probed_with_what_was_left_alone() -> None:
     below = tier(KEY)
     leave_alone(below, KEY)

@@ -22,6 +22,7 @@ from ebbtide.offload.tiers.base import Result, Status
 BARRED_MAX = 1 << 16
 HINTS_MAX = 1 << 18
 STALLED = 4  # times longer than usual without an answer: the tier counts as slow
+UNKNOWN_S = 0.1  # a read that is shorter pays, too, before it is known how long computing takes
 PROBE_S = 1.0  # between two questions whether a slow tier is fast again, at least
 RETRY_S = 1.0  # until a tier that could not be cleared is cleared again; it is not used meanwhile
 
@@ -177,13 +178,14 @@ class Below:
         """Whether reading the chunk beats computing it, which takes ``compute_seconds``.
 
         A tier that nobody has read from yet is tried by one request, if it is not being tried already.
-        One that has stopped answering is slow before its answer comes.
+        One that has stopped answering is slow before its answer comes. Nobody can have computed anything
+        yet: then only a fast one pays.
         """
         if self.chunk_seconds is None:
             return not self._reads and not self._probing
-        if compute_seconds is None:
-            return True
         read = self.chunk_seconds / self._threads
+        if compute_seconds is None:
+            compute_seconds = UNKNOWN_S
         stalled = self._now - self._progress_at if self._reads else 0.0
         if read <= compute_seconds and stalled <= STALLED * max(read, compute_seconds):
             return True

@@ -11,7 +11,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ebbtide.core.plan import Direction, Transfer, TransferResult
-from ebbtide.offload.below import STALLED, Action, Below, Job, JobResult, WritePolicy
+from ebbtide.offload.below import (
+    STALLED,
+    UNKNOWN_S,
+    Action,
+    Below,
+    Job,
+    JobResult,
+    WritePolicy,
+)
 from ebbtide.offload.host import HostSlots, SlotState
 from ebbtide.offload.tiers.base import Status
 from ebbtide.testing.lower_tier import LowerTier
@@ -68,8 +76,7 @@ class WatchedBelow(Below):
             assert pays == (not self._under_way), "a tier that is not known is tried once"
             return pays
         if compute_seconds is None:
-            assert pays, "nothing is known that would be faster"
-            return pays
+            compute_seconds = UNKNOWN_S
         read = self.chunk_seconds / self._threads
         waited = self._time - self._waiting_since if self._under_way else 0.0
         is_slow, has_stalled = read > compute_seconds, waited > STALLED * max(read, compute_seconds)
