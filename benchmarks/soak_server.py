@@ -28,6 +28,9 @@ GROWTH_MAX = {"rss": 32 * MIB, "files": 4, "threads": 2}
 
 
 class Sample(NamedTuple):
+    """``threads``: without those of the object store's client, whose runtime starts as many as it has calls
+    that block, up to 512, and ends them after ten idle seconds."""
+
     rss: int  # bytes
     files: int
     threads: int
@@ -55,6 +58,17 @@ def growth(samples: Sequence[Sample]) -> list[str]:
             unit, word = (MIB, "MiB of RSS") if name == "rss" else (1, f"open {name}")
             problems.append(f"{before / unit:,.0f} {word} became {after / unit:,.0f}")
     return problems
+
+
+def _threads(process: psutil.Process) -> int:
+    count = 0
+    for thread in process.threads():
+        try:
+            name = Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text()
+        except OSError:  # it has ended, or this is not Linux
+            name = ""
+        count += not name.startswith("tokio")
+    return count
 
 
 def bytes_under(folder: Path) -> int:
@@ -159,7 +173,7 @@ class Server:
         assert self._process is not None
         try:
             usage = self._process
-            sample = Sample(usage.memory_info().rss, usage.num_fds(), usage.num_threads())
+            sample = Sample(usage.memory_info().rss, usage.num_fds(), _threads(usage))
         except psutil.Error:
             if self.ready.is_set():
                 self.problems.append("the server's process is gone")
