@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ebbtide.cli import options
+from ebbtide.cli import kv, options
 from ebbtide.engine.config import DEFAULT_MODEL
 from ebbtide.errors import InputError
 
@@ -21,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(kv.app, name="kv")
 
 Host = Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]

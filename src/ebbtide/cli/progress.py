@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+if TYPE_CHECKING:
+    from ebbtide.offload.tiers.base import Entry
+
+UPDATED_EVERY = 64  # chunks: an update costs about as much as removing one
 
 
 class Loading:
@@ -36,3 +49,42 @@ def loading() -> Iterator[Loading]:
         disable=not console.is_terminal,
     ) as progress:
         yield Loading(progress)
+
+
+class Tracking:
+    """Progress over the chunks of a tier. is_shown: whether anybody sees it."""
+
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._progress = progress
+        self._label = label
+        self.is_shown = not progress.disable
+
+    def track(self, entries: Iterable[Entry], what: str, bytes: int = 0) -> Iterable[Entry]:
+        """Hand them out, and count. bytes: of all of them; 0 where that is not known."""
+        return self._track(entries, what, bytes) if self.is_shown else entries
+
+    def _track(self, entries: Iterable[Entry], what: str, bytes: int) -> Iterator[Entry]:
+        task = self._progress.add_task(f"{what} {self._label}", total=bytes or None, chunks=0)
+        done = 0
+        for number, entry in enumerate(entries, 1):
+            yield entry
+            done += entry.bytes
+            if number % UPDATED_EVERY == 0:
+                self._progress.update(task, completed=done, chunks=number)
+        self._progress.remove_task(task)
+
+
+@contextmanager
+def tracking(label: str) -> Iterator[Tracking]:
+    """On stderr; silent where that is no terminal."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[chunks]:,} chunks"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        yield Tracking(progress, label)
