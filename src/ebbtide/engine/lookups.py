@@ -10,15 +10,17 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ebbtide.keys import block_digest, chunk_key, root_digest
 from ebbtide.offload.tiers.base import Tier
 
 log = logging.getLogger(__name__)
 
-BATCH = 256  # keys per question
+FIRST_KEYS = 32  # of a prompt that a tier is asked for: what comes of them is known soon
+BATCH_KEYS_MAX = 256  # in one call, each of twice as many keys as the one before
 
 
 @dataclass(slots=True)
@@ -39,16 +41,19 @@ class Chunking:
     blocks_per_chunk: int
     num_groups: int
 
-    def keys(self, prompt: Sequence[int], salt: str) -> list[bytes]:
-        """Of every full chunk, in the order of the prompt."""
+    @property
+    def chunk_tokens(self) -> int:
+        return self.block_size * self.blocks_per_chunk
+
+    def keys(self, prompt: Sequence[int], salt: str) -> Iterator[bytes]:
+        """Of every full chunk, in the order of the prompt. One by one, since a long prompt takes a while."""
         digest = root_digest(self.namespace, {"salt": salt})
         size = self.block_size
-        keys: list[bytes] = []
         for index in range(len(prompt) // size):
             digest = block_digest(digest, prompt[index * size : (index + 1) * size])
             if (index + 1) % self.blocks_per_chunk == 0:
-                keys += [chunk_key(digest, group) for group in range(self.num_groups)]
-        return keys
+                for group in range(self.num_groups):
+                    yield chunk_key(digest, group)
 
 
 class Lookups:
@@ -83,11 +88,13 @@ class Lookups:
 
     def ask(self, requests: Sequence[str], prompt: list[int], salt: str) -> bool:
         """Ask for the prompt of these requests. False where there is nothing to wait for."""
+        if len(prompt) < self._chunking.chunk_tokens:
+            return False
         now = time.monotonic()
         question = _Question(tuple(requests), prompt, salt, now + self._deadline_s)
         with self._changed:
             for name, queue in self._queues.items():
-                oldest = queue[0].deadline if queue else self._asked.get(name)
+                oldest = self._asked.get(name) or (queue[0].deadline if queue else None)
                 if oldest is None or oldest > now:
                     question.waits_for.add(name)
                     queue.append(question)
@@ -133,21 +140,24 @@ class Lookups:
             self._look_up(tier, question)
             with self._changed:
                 question.waits_for.discard(tier.name)
-                done = not question.waits_for and self._open.pop(question.requests, None)
-            if done:
+                is_open = self._open.get(question.requests) is question
+                is_answered = is_open and not question.waits_for
+                if is_answered:
+                    del self._open[question.requests]
+            if is_answered:
                 self._answered(question.requests)
 
     def _look_up(self, tier: Tier, question: _Question) -> None:
         keys = self._chunking.keys(question.prompt, question.salt)
-        for at in range(0, len(keys), BATCH):
-            if time.monotonic() >= question.deadline:
-                return
-            part = keys[at : at + BATCH]
+        count = FIRST_KEYS
+        while time.monotonic() < question.deadline and not self._closing:
+            part = list(islice(keys, count))
+            count = min(2 * count, BATCH_KEYS_MAX)
             try:
-                has = tier.lookup(part)
+                has = tier.lookup(part) if part else []
             except Exception:  # a tier of somebody else's
                 log.exception("the lookup in the tier %s failed", tier.name)
                 return
-            self._found(tier.name, [key for key, there in zip(part, has, strict=False) if there])
             if not any(has):
                 return  # what lies behind is of no use, or not there either
+            self._found(tier.name, [key for key, there in zip(part, has, strict=False) if there])
