@@ -213,7 +213,7 @@ def _progress(place: Place) -> Iterator[Tracking]:
     from ebbtide.cli.progress import tracking
 
     try:
-        with tracking(place.label) as progress:
+        with tracking() as progress:
             yield progress
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
@@ -315,8 +315,8 @@ def _verification_json(report: Verification) -> dict[str, Any]:
 
 
 def _print_verification(place: Place, report: Verification, remove: bool) -> None:
-    for entry, result in report.problems[:SHOWN_MAX]:
-        typer.echo(f"{result.status.value}: {entry.key.hex()}: {result.message}")
+    for _, result in report.problems[:SHOWN_MAX]:
+        typer.echo(f"{result.status.value}: {result.message}")
     if report.bad > SHOWN_MAX:
         typer.echo(f"... and {report.bad - SHOWN_MAX:,} more")
     parts = [f"{_amount(report.intact)} intact"]

@@ -54,9 +54,8 @@ def loading() -> Iterator[Loading]:
 class Tracking:
     """Progress over the chunks of a tier. is_shown: whether anybody sees it."""
 
-    def __init__(self, progress: Progress, label: str) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._label = label
         self.is_shown = not progress.disable
 
     def track(self, entries: Iterable[Entry], what: str, bytes: int = 0) -> Iterable[Entry]:
@@ -64,7 +63,7 @@ class Tracking:
         return self._track(entries, what, bytes) if self.is_shown else entries
 
     def _track(self, entries: Iterable[Entry], what: str, bytes: int) -> Iterator[Entry]:
-        task = self._progress.add_task(f"{what} {self._label}", total=bytes or None, chunks=0)
+        task = self._progress.add_task(what, total=bytes or None, chunks=0)
         done = 0
         for number, entry in enumerate(entries, 1):
             yield entry
@@ -75,10 +74,10 @@ class Tracking:
 
 
 @contextmanager
-def tracking(label: str) -> Iterator[Tracking]:
+def tracking() -> Iterator[Tracking]:
     """On stderr; silent where that is no terminal."""
     columns = (
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[chunks]:,} chunks"),
         TimeRemainingColumn(elapsed_when_finished=True),
@@ -87,4 +86,4 @@ def tracking(label: str) -> Iterator[Tracking]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        yield Tracking(progress, label)
+        yield Tracking(progress)

@@ -194,10 +194,7 @@ def _note(
 def _open(url: str, stack: ExitStack) -> Place:
     parts = urlsplit(url)
     path = unquote(parts.path)
-    query = [pair for pair in parse_qsl(parts.query, keep_blank_values=True) if pair[0] != "write"]
-    url = parts._replace(
-        query=urlencode(query)
-    ).geturl()  # ``write`` is the engine's, not the tier's
+    url = _without_write(url)
     if parts.scheme == "file":  # a file tier itself would begin to keep its directory in order
         from ebbtide.offload.tiers.file_inventory import open_inventory
 
@@ -217,6 +214,13 @@ def _open(url: str, stack: ExitStack) -> Place:
     if not isinstance(tier, Inventory):
         raise InputError(f"what is stored in {label} cannot be listed: its tier has no way to")
     return Place(label, tier)
+
+
+def _without_write(url: str) -> str:
+    """The setting ``write`` is the engine's, not the tier's."""
+    place, _, query = url.partition("?")
+    kept = [pair for pair in parse_qsl(query, keep_blank_values=True) if pair[0] != "write"]
+    return f"{place}?{urlencode(kept)}" if kept else place
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
