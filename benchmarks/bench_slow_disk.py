@@ -299,7 +299,15 @@ class Bench:
         apart |= {n for n, a in enumerate(answers) if a.asked_s <= since[0] <= a.ended_s}
         stats = engine.stats()
         tier = {name: each.reads | {"left": each.left_alone} for name, each in stats.tiers.items()}
-        return Life(answers, apart, {"sources": stats.prompt_tokens, "tiers": tier})
+        start, by_ttft = answers[0].asked_s, sorted(answers, key=lambda a: a.ttft_s, reverse=True)
+        facts = {
+            "turned bad at": f"{since[0] - start:.1f} s",
+            "slowest, as asked at + TTFT": [
+                f"{a.asked_s - start:.1f} + {a.ttft_s:.1f} s" for a in by_ttft[:8]
+            ],
+            "blocks still held": f"{stats.kv_blocks_in_use} of {stats.kv_blocks}",
+        }
+        return Life(answers, apart, {"sources": stats.prompt_tokens, "tiers": tier, "facts": facts})
 
 
 # --- report -----------------------------------------------------------------------------------

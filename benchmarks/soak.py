@@ -51,7 +51,7 @@ from soak_server import Server, bytes_under, gauge_in
 from tier_sides import Skipped, running_server
 
 TURNS = 4
-OUTPUT = (4, 12)  # tokens of an answer
+OUTPUT = (4, 28)  # tokens of an answer
 SALTS = ("", "", "a", "b", "c")  # the same prompt with another one is other KV
 ABORTS = 0.12  # of the requests
 ABORT_S = 3.0  # after its start, at most
@@ -384,7 +384,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--conversations", type=int, default=12, help="different ones")
     parser.add_argument("--restart-every", type=float, default=300, metavar="SECONDS")
     parser.add_argument("--patience", type=float, default=60, metavar="SECONDS")
-    parser.add_argument("--kv-memory", default="40MiB")
+    parser.add_argument("--kv-memory", default="32MiB")
     parser.add_argument("--host-memory", default="32MiB")
     parser.add_argument("--disk-size", default="64MiB")
     parser.add_argument("--redis-memory", default="48mb")
