@@ -23,7 +23,9 @@ MIB = 1 << 20
 START_S = 180.0
 STOP_S = 60.0  # grace, steps in flight and what is to be kept
 WARM_UP = 0.25  # of a life's samples, which are not compared
-SAMPLES_MIN = 24  # of a life, else nothing can be said of growth
+SAMPLES_MIN = (
+    75  # of a life, else nothing can be said of growth: pools start threads as they need them
+)
 GROWTH_MAX = {"rss": 32 * MIB, "files": 4, "threads": 2}
 
 
