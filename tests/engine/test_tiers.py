@@ -177,3 +177,44 @@ def test_a_tier_that_hangs_does_not_keep_the_engine_from_closing() -> None:
         hanging.set()
         loop._mover.close()
         loop._take_in()
+
+
+class Panic(BaseException):
+    """What a client that is written in another language may raise."""
+
+
+def breaking(method: str, answer: object) -> type[MemoryTier]:
+    """A kind of tier one of whose methods raises, or answers what it must not."""
+
+    def broken(self: MemoryTier, *arguments: object) -> object:
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    return type("Broken", (MemoryTier,), {method: broken})
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+@pytest.mark.parametrize(
+    "answer", [RuntimeError("a bug"), Panic(), None, [], [None], [True] * 9], ids=str
+)
+@pytest.mark.parametrize("method", ["lookup", "read", "write", "delete", "clear"])
+def test_a_tier_that_breaks_its_contract_harms_nobody(
+    method: str, answer: object, immediate: bool
+) -> None:
+    if method == "lookup" and immediate and isinstance(answer, Panic):
+        pytest.skip("it runs on the engine's own thread, which lets what is no Exception through")
+    place = MemoryPlace()
+    with running(heard := Heard(), tiers=[MemoryTier(CONTEXT, place)]) as loop:
+        say(loop, heard, "a", 1)
+    tier = breaking(method, answer)(CONTEXT, place)
+    tier.immediate = immediate
+    with running(heard := Heard(), blocks=20, slots=4, tiers=[tier], close_s=1.0) as loop:
+        loop._offload.below[0].try_out()
+        say(loop, heard, "b", 1)
+        say(loop, heard, "c", 2)
+        loop.reset()
+        say(loop, heard, "d", 1)
+        if method != "clear":  # that is tried again and again
+            wait_for_jobs(loop)
+    assert loop._failure is None

@@ -155,9 +155,10 @@ class Lookups:
             count = min(2 * count, BATCH_KEYS_MAX)
             try:
                 has = tier.lookup(part) if part else []
-            except Exception:  # a tier of somebody else's
+                found = [key for key, there in zip(part, has, strict=True) if there]
+            except BaseException:  # a tier of somebody else's, whatever it raises
                 log.exception("the lookup in the tier %s failed", tier.name)
                 return
-            if not any(has):
+            if not found:
                 return  # what lies behind is of no use, or not there either
-            self._found(tier.name, [key for key, there in zip(part, has, strict=False) if there])
+            self._found(tier.name, found)

@@ -76,13 +76,18 @@ class Known(Protocol):
 
 
 class Asked:
-    """A tier that answers at once is asked each time."""
+    """A tier that answers at once is asked each time. One that raises, or answers something else, which it
+    must not, has nothing."""
 
     def __init__(self, lookup: Callable[[Sequence[bytes]], list[bool]]) -> None:
         self._lookup = lookup
 
     def __contains__(self, key: bytes) -> bool:
-        return self._lookup([key])[0]
+        try:
+            (there,) = self._lookup([key])
+            return bool(there)
+        except Exception:  # somebody else's code, on the engine's thread
+            return False
 
     def add(self, key: bytes) -> None: ...
     def discard(self, key: bytes) -> None: ...

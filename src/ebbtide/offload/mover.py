@@ -100,7 +100,7 @@ class _Lane:
                 return
             try:
                 outcomes = self._work(items)
-            except Exception as error:  # somebody else's code: still one result per item
+            except BaseException as error:  # somebody else's code: still one result per item
                 outcomes = [_failed(item, f"{type(error).__name__}: {error}") for item in items]
             if _rank(items[0]) == WRITE:
                 with self._changed:

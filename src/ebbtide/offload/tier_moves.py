@@ -103,6 +103,7 @@ class TierMover:
         try:
             results = question()
             assert len(results) == count, f"{len(results)} results for {count} keys"
+            assert all(isinstance(result, Result) for result in results), "these are no results"
         except Exception as error:
             results = [Result(Status.FAILED, f"{type(error).__name__}: {error}")] * count
         return results, (self._clock() - start) / count
