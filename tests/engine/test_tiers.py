@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from ebbtide.engine.loop import EngineLoop
+from ebbtide.engine.tiers import OpenTiers
 from ebbtide.offload.below import WritePolicy
-from ebbtide.offload.tiers.base import Result
+from ebbtide.offload.tiers.base import Result, TierStats
 from ebbtide.testing.tiers import Fault, FaultyTier, MemoryPlace, MemoryTier
 
 from .harness import CONTEXT, Heard, expected, params, prompt, running, wait_until_stored
@@ -218,3 +219,39 @@ def test_a_tier_that_breaks_its_contract_harms_nobody(
         if method != "clear":  # that is tried again and again
             wait_for_jobs(loop)
     assert loop._failure is None
+
+
+class Named(MemoryTier):
+    def __init__(self, name: str) -> None:
+        super().__init__(CONTEXT)
+        self.name = name
+
+
+@pytest.mark.parametrize("method", ["stats", "close"])
+@pytest.mark.parametrize("hangs", [True, False])
+def test_the_end_does_not_depend_on_what_a_tier_does_then(method: str, hangs: bool) -> None:
+    near, far = Named("near"), Named("far")
+    go_on = threading.Event()
+
+    def bad() -> TierStats:
+        if hangs:
+            go_on.wait(20)
+        raise RuntimeError("a bug")
+
+    setattr(near, method, bad)
+    start = time.monotonic()
+    kept = OpenTiers((near, far)).close(0.5)
+    assert time.monotonic() - start < 5
+    assert kept.keys() == ({"far"} if hangs else {"near", "far"})
+    assert far._is_closed
+    go_on.set()
+
+
+def test_a_tier_that_cannot_say_how_it_is_is_down() -> None:
+    near, odd, far = Named("near"), Named("odd"), Named("far")
+    near.stats = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    odd.stats = lambda: None  # type: ignore[method-assign,assignment,return-value]
+    states = {name: stats.state for name, stats in OpenTiers((near, odd, far)).stats().items()}
+    assert states["near"].startswith("down: ZeroDivisionError")
+    assert states["odd"].startswith("down: ")
+    assert states["far"] == "up"

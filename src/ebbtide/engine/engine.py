@@ -211,7 +211,7 @@ class Engine:
 
     def tier_stats(self) -> dict[str, TierStats]:
         """What each tier below the host tier says of itself. May take a tier's I/O."""
-        return {tier.name: tier.stats() for tier in self._tiers.tiers}
+        return self._tiers.stats()
 
     def close(self) -> str:
         """Abort what is unfinished, let the host tier's chunks go below, and stop. Can be called twice.
@@ -220,14 +220,14 @@ class Engine:
         """
         before = {tier.name: tier.counters.write_ok for tier in self._offload.below}
         self._loop.close(self.config.close_s)
-        kept = [
+        kept = self._tiers.close()
+        return "\n".join(
             f"The {tier.name} tier keeps {stats.chunks} chunks ({stats.bytes / MIB:.1f} MiB), "
-            f"{below.counters.write_ok - before[tier.name]} of them written at the end."
-            for tier, below in zip(self._tiers.tiers, self._offload.below, strict=True)
-            if (stats := tier.stats())
-        ]
-        self._tiers.close()
-        return "\n".join(kept)
+            f"{tier.counters.write_ok - before[tier.name]} of them written at the end."
+            if (stats := kept.get(tier.name))
+            else f"The {tier.name} tier does not answer, and was left behind."
+            for tier in self._offload.below
+        )
 
 
 def _figures(tier: Below, offload: OffloadManager) -> TierFigures:

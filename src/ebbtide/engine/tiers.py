@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -11,10 +14,13 @@ from ebbtide.offload.arena import Arena
 from ebbtide.offload.below import Asked, Below, Hints, WritePolicy
 from ebbtide.offload.mover import DeviceMemory
 from ebbtide.offload.tier_moves import TierMover
-from ebbtide.offload.tiers.base import Tier, TierContext
+from ebbtide.offload.tiers.base import Tier, TierContext, TierStats
 from ebbtide.offload.tiers.registry import open_tier
 
+log = logging.getLogger(__name__)
+
 THREADS = 2  # per tier
+CLOSE_S = 10.0  # that tiers have to let go of what they hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,7 @@ class OpenTiers:
                     Below(tier.name, known, policy, threads=THREADS, writes_max=writes_max)
                 )
         except BaseException:
-            for tier in tiers:
-                tier.close()
+            OpenTiers(tuple(tiers)).close()
             raise
         return OpenTiers(tuple(tiers), tuple(below))
 
@@ -66,9 +71,38 @@ class OpenTiers:
         """Those whose lookups take time."""
         return [tier for tier in self.tiers if not tier.immediate]
 
-    def close(self) -> None:
-        for tier in self.tiers:
-            tier.close()
+    def stats(self) -> dict[str, TierStats]:
+        """What each says of itself. May take I/O."""
+        return {tier.name: _stats(tier) for tier in self.tiers}
+
+    def close(self, patience_s: float = CLOSE_S) -> dict[str, TierStats]:
+        """Close all. Returns what each keeps that was closed in time; one that hangs is left behind."""
+        kept: dict[str, TierStats] = {}
+
+        def close(tier: Tier) -> None:
+            stats = _stats(tier)
+            try:
+                tier.close()
+            except Exception:  # somebody else's code
+                log.exception("the tier %s could not be closed", tier.name)
+            kept[tier.name] = stats
+
+        threads = [threading.Thread(target=close, args=(t,), daemon=True) for t in self.tiers]
+        until = time.monotonic() + patience_s
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return dict(kept)
+
+
+def _stats(tier: Tier) -> TierStats:
+    try:
+        stats = tier.stats()
+        assert isinstance(stats, TierStats), "its stats are none"
+    except Exception as error:  # somebody else's code
+        return TierStats(state=f"down: {type(error).__name__}: {error}")
+    return stats
 
 
 def _without_write(url: str) -> tuple[str, WritePolicy]:
