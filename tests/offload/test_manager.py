@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ebbtide.core.plan import Direction, Transfer, TransferResult
+from ebbtide.offload.below import Action, Below, Hints, JobResult, WritePolicy
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
+from ebbtide.offload.tiers.base import OK
 
 CHAIN = [bytes([i]) * 32 for i in range(8)]
 OTHER = [bytes([100 + i]) * 32 for i in range(8)]
@@ -224,3 +226,21 @@ def test_a_window_that_has_moved_on_skips_what_it_left_behind() -> None:
     m = manager()
     stores = m.store("a", 0, CHAIN, 8, 3, [13, 14, 15, 16, 17])  # blocks 0 to 2 are gone
     assert [t.blocks for t in stores] == [(14, 15), (16, 17)]
+
+
+def test_the_end_writes_to_a_tier_what_is_just_being_written_to_another() -> None:
+    near = Below("near", Hints())
+    far = Below("far", Hints(), WritePolicy.ON_EVICT)
+    m = OffloadManager(HostSlots(8), 2, below=[near, far])
+    stored(m)
+    writes = m.take_jobs()
+    assert [job.tier for job in writes] == ["near"] * 4
+    for job in writes[:2]:
+        m.done(JobResult(job, OK))
+    assert m.flush() == 4
+    last = m.take_jobs()
+    assert [(job.tier, job.action) for job in last] == [("far", Action.WRITE)] * 4
+    assert {job.key for job in last} == {job.key for job in writes}
+    for job in writes[2:] + last:
+        m.done(JobResult(job, OK))
+    assert m.slots.pins == 0

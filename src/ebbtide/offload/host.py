@@ -33,6 +33,11 @@ class _Slot:
     pins: int = 0
     leaving: bool = False  # chosen to make room: the policy knows it no more
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether pins, and nothing else, keep its chunk from being chosen to leave."""
+        return self.state is SlotState.READY and self.pins > 0 and not self.leaving
+
 
 class HostSlots:
     """``num_slots`` slots of one chunk each."""
@@ -97,8 +102,9 @@ class HostSlots:
         self.drop(key)
 
     def best_first(self) -> list[bytes]:
-        """All ready chunks without pins, those that would go first last. They are all chosen to leave."""
-        return list(iter(self.take_victim, None))[::-1]
+        """All ready chunks, those that would go first last. Those without pins are all chosen to leave."""
+        in_use = [key for key, at in self._at.items() if self._slots[at].is_kept]
+        return in_use + list(iter(self.take_victim, None))[::-1]
 
     def filled(self, at: int, good: bool) -> None:
         """The store into the slot has returned."""
