@@ -10,6 +10,7 @@ import pytest
 
 from ebbtide.engine.loop import EngineLoop
 from ebbtide.engine.tiers import OpenTiers
+from ebbtide.offload import below
 from ebbtide.offload.below import WritePolicy
 from ebbtide.offload.tiers.base import Result, TierStats
 from ebbtide.testing.tiers import Fault, FaultyTier, MemoryPlace, MemoryTier
@@ -210,14 +211,14 @@ def test_a_tier_that_breaks_its_contract_harms_nobody(
         say(loop, heard, "a", 1)
     tier = breaking(method, answer)(CONTEXT, place)
     tier.immediate = immediate
-    with running(heard := Heard(), blocks=20, slots=4, tiers=[tier], close_s=1.0) as loop:
+    close_s = 0.05 if method == "clear" else 1.0  # it is tried again and again
+    with running(heard := Heard(), blocks=20, slots=4, tiers=[tier], close_s=close_s) as loop:
         loop._offload.below[0].try_out()
         say(loop, heard, "b", 1)
         say(loop, heard, "c", 2)
         loop.reset()
         say(loop, heard, "d", 1)
-        if method != "clear":  # that is tried again and again
-            wait_for_jobs(loop)
+        wait_for_jobs(loop)
     assert loop._failure is None
 
 
@@ -255,3 +256,24 @@ def test_a_tier_that_cannot_say_how_it_is_is_down() -> None:
     assert states["near"].startswith("down: ZeroDivisionError")
     assert states["odd"].startswith("down: ")
     assert states["far"] == "up"
+
+
+@pytest.mark.parametrize("failures", [1, 10**9])
+def test_the_end_waits_for_what_a_reset_has_to_empty(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stayed would be found by the next engine."""
+    monkeypatch.setattr(below, "RETRY_S", 0.01)
+    place = MemoryPlace()
+    left = iter(range(failures))
+
+    def fault(method: str, key: bytes) -> Fault | None:
+        return Fault.FAIL if method == "clear" and next(left, None) is not None else None
+
+    tier = FaultyTier(MemoryTier(CONTEXT, place), fault)
+    with running(heard := Heard(), tiers=[tier], close_s=0.2 if failures > 1 else 10.0) as loop:
+        say(loop, heard, "a", 1)
+        wait_for_jobs(loop)
+        loop.reset()
+    assert bool(place.chunks) == (failures > 1)
+    assert loop._offload.uncleared == (["memory"] if failures > 1 else [])

@@ -221,13 +221,19 @@ class Engine:
         before = {tier.name: tier.counters.write_ok for tier in self._offload.below}
         self._loop.close(self.config.close_s)
         kept = self._tiers.close()
-        return "\n".join(
+        sentences = [
             f"The {tier.name} tier keeps {stats.chunks} chunks ({stats.bytes / MIB:.1f} MiB), "
             f"{tier.counters.write_ok - before[tier.name]} of them written at the end."
             if (stats := kept.get(tier.name))
             else f"The {tier.name} tier does not answer, and was left behind."
             for tier in self._offload.below
-        )
+        ]
+        sentences += [
+            f"The {name} tier could not be emptied, as a reset had asked: the next server will find "
+            f"what it keeps."
+            for name in self._offload.uncleared
+        ]
+        return "\n".join(sentences)
 
 
 def _figures(tier: Below, offload: OffloadManager) -> TierFigures:

@@ -235,7 +235,7 @@ class EngineLoop:
             self._flushed = True
             self._offload.flush()
             self._send_out()
-        return not self._offload.jobs_in_flight
+        return not self._offload.jobs_in_flight and not self._offload.uncleared
 
     def _finish_step(self) -> None:
         plan, future = self._in_flight.popleft()

@@ -331,5 +331,10 @@ class Below:
                 self._known.add(job.key)
 
     @property
+    def is_uncleared(self) -> bool:
+        """Whether it is to be empty, and is not known to be."""
+        return self._uncleared
+
+    @property
     def jobs_in_flight(self) -> int:
         return len(self._writing) + len(self._deleting) + self._clearing + self._probing

@@ -298,6 +298,11 @@ class OffloadManager:
         return count
 
     @property
+    def uncleared(self) -> list[str]:
+        """The tiers that are to be empty, and are not known to be."""
+        return [tier.name for tier in self.below if tier.is_uncleared]
+
+    @property
     def jobs_in_flight(self) -> int:
         return sum(tier.jobs_in_flight for tier in self.below)
 
