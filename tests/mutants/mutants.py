@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-TABLES = ("scheduler.toml", "blocks.toml", "offload.toml")
+TABLES = ("scheduler.toml", "blocks.toml", "offload.toml", "tiers.toml")
 
 
 class StaleMutant(Exception):

@@ -97,4 +97,4 @@ class Beside:
             if isinstance(moving.item, Job) and moving.result is None and self._rng.random() < 0.5:
                 self._rig.faulty.do(moving.item)
         for place in self._rig.places:
-            place.left = frozenset(place.keys)
+            place.left = frozenset(place.chunks)

@@ -90,6 +90,12 @@ class FaultyMemory:
             self.memory.words[list(blocks)] = GARBAGE
             self.bad_blocks.update(blocks)
 
+    def spoil_slot(self, slot: int, count: int) -> None:
+        """``count`` blocks of a chunk turn to garbage."""
+        with self._marking:
+            self.arena.slot(slot, 0, count)[:] = 0xEE
+            self.bad_slots.update((slot, number) for number in range(count))
+
     def move(self, transfer: Transfer) -> TransferResult:
         """Move the bytes, or fail, or do harm."""
         with self._marking:
@@ -112,7 +118,7 @@ class FaultyMemory:
         tier = self.tiers[transfer.tier]
         tier.place.doing = "read"
         bad = tier.place.bad.get(transfer.key, frozenset())
-        was_there = tier.place.payload(transfer.key) is not None
+        was_there = transfer.key in tier.place.chunks
         self._driver.broken = self._strikes("load_fails")
         (result,) = tier.mover.read([transfer])
         self._driver.broken = False
@@ -141,9 +147,9 @@ class FaultyMemory:
             tier = self.tiers[job.tier]
             place = tier.place
             place.doing = job.action.value
-            before = place.payload(job.key)
+            before = place.chunks.get(job.key)
             (result,) = tier.mover.do([job])
-            if job.action is Action.WRITE and place.payload(job.key) is not before:
+            if job.action is Action.WRITE and place.chunks.get(job.key) is not before:
                 bad = {number for slot, number in self.bad_slots if slot == job.slot}
                 place.bad[job.key] = frozenset(bad)
         return result

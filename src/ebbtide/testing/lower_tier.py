@@ -13,7 +13,6 @@ from ebbtide.offload.tiers.base import TierContext
 from ebbtide.testing.tiers import Fault, FaultyTier, MemoryPlace, MemoryTier
 from ebbtide.testing.world import TierWorld
 
-NAMESPACE = bytes(32)
 FAULTS = {
     "tier_fails": Fault.FAIL,
     "tier_lost": Fault.LOST,
@@ -34,16 +33,9 @@ class Place(MemoryPlace):
         self.took: dict[bytes, str] = {}
         self.left: frozenset[bytes] = frozenset()  # by the life before
 
-    @property
-    def keys(self) -> set[bytes]:
-        return {id[len(NAMESPACE) :] for id in self.chunks}
-
-    def payload(self, key: bytes) -> bytes | None:
-        return self.chunks.get(NAMESPACE + key)
-
     def drop(self, id: bytes) -> None:
         if id in self.chunks:
-            self.took[id[len(NAMESPACE) :]] = self.doing
+            self.took[id] = self.doing
         super().drop(id)
 
     def drop_for_others(self, rng: random.Random) -> None:
@@ -75,12 +67,13 @@ class LowerTier:
         self._rng = rng
         self._strikes = strikes
         self._spent = 0.0
-        memory = MemoryTier(TierContext(NAMESPACE, 0), place)
+        memory = MemoryTier(TierContext(b"", 0), place)
         memory.name, memory.immediate = name, world.immediate
         self.tier = FaultyTier(memory, self._fault, down_keys=5)
+        self.hints = Hints()  # empty where the tier is asked each time
         self.below = kind(
             name,
-            Asked(self.tier.lookup) if world.immediate else Hints(),
+            Asked(self.tier.lookup) if world.immediate else self.hints,
             world.policy,
             threads=world.threads,
             writes_max=world.writes_max,
@@ -97,17 +90,17 @@ class LowerTier:
     def is_found(self, key: bytes) -> bool:
         """What ``below.has`` would say if nothing went wrong with the lookup."""
         below, place = self.below, self.place
-        known = place.payload(key) is not None if self.world.immediate else key in below._known
+        known = key in place.chunks if self.world.immediate else key in self.hints
         barred = below._uncleared or key in below._barred or key in below._late
         return known and not barred
 
     def serves(self, key: bytes) -> bool:
         """Whether a request would get the chunk from here."""
-        return self.place.payload(key) is not None and self.is_found(key)
+        return key in self.place.chunks and self.is_found(key)
 
     def _fault(self, method: str, key: bytes) -> Fault | None:
         if method == "read":
-            self._spent += self._rng.uniform(*self.world.read_s)
+            self._spent += self._rng.choice(self.world.read_s)
         if method == "lookup":
             return Fault.FAIL if self._rng.random() < 0.2 and self._strikes("tier_fails") else None
         return next((fault for name, fault in FAULTS.items() if self._strikes(name)), None)

@@ -18,6 +18,7 @@ from ebbtide.core.plan import StepOutcome, StepPlan
 from ebbtide.core.request import FinishReason
 from ebbtide.core.scheduler import SUSPECT, Scheduler, SchedulerConfig
 from ebbtide.offload.arena import Arena, ChunkMemory, slot_bytes_for
+from ebbtide.offload.host import SlotState
 from ebbtide.offload.manager import OffloadManager
 from ebbtide.offload.policies import LRU, EvictionPolicy
 from ebbtide.params import SamplingParams
@@ -30,7 +31,15 @@ from ebbtide.testing.witness import WitnessExecutor, WitnessMemory, WitnessModel
 from ebbtide.testing.world import World
 
 # nothing is lost by these
-HARMLESS = ("abort", "abort_loading", "abort_draining", "evict", "reset", "slow_transfer")
+HARMLESS = (
+    "abort",
+    "abort_loading",
+    "abort_draining",
+    "evict",
+    "reset",
+    "reset_reading",
+    "slow_transfer",
+)
 
 
 class Parts(NamedTuple):
@@ -107,6 +116,10 @@ class Rig:
             faulty.spoil([faulty.any_block()])
         if self.strikes("broken_block"):
             faulty.spoil([self._broken])
+        ready = [n for n, s in enumerate(self.slots._slots) if s.state is SlotState.READY]
+        if ready and self.strikes("bad_slot"):
+            count = self.rng.randrange(self.world.blocks_per_chunk) + 1
+            faulty.spoil_slot(self.rng.choice(ready), count)
         raises = self.strikes("step_raises")
         sampled = {row.request_id for row in plan.rows if row.sampling is not None}
         if not raises and self.poisoned & sampled:
@@ -121,12 +134,12 @@ class Rig:
         return StepOutcome(outcome.tokens, invalid_blocks=bad)
 
     def _reported(self) -> set[int]:
-        """Sound blocks that the step is to report as bad: more often while a request drains, and then
-        one of its blocks."""
+        """Sound blocks that the step is to report as bad: more often while a request drains or loads,
+        and then one of its blocks."""
         if not self.faults.spurious:
             return set()
-        draining = list(self.scheduler._draining.values())
-        blocks = [block for r in draining for table in r.tables for block in table.blocks]
+        pausing = [*self.scheduler._draining.values(), *self.scheduler._loading.values()]
+        blocks = [block for r in pausing for table in r.tables for block in table.blocks]
         if blocks and self.rng.random() < 0.3:
             self.injected["spurious"] += 1
             return {self.rng.choice(blocks)}

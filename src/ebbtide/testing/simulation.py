@@ -152,12 +152,10 @@ class Simulation:
         if self.scheduler._draining and self.rig.strikes("abort_draining"):
             self._abort(list(self.scheduler._draining))
         if self.rig.strikes("evict"):
-            pool = self.scheduler.kv.pool
-            pool.drop(pool.take(pool.available))
-            while self.rig.tiers and rng.random() < 0.8 and self.manager._demote():
-                pass  # and the host tier's slots go to others, too
-            self._collect("evict")
+            self._evict()
         if self.rig.strikes("reset"):
+            self._reset()
+        if any(t.tier for t in self.beside.transfers) and self.rig.strikes("reset_reading"):
             self._reset()
         if self.rig.places and self.rig.strikes("tier_shared"):
             rng.choice(self.rig.places).drop_for_others(rng)
@@ -284,6 +282,7 @@ class Simulation:
         is_held = lookup.request_id in self.beside.held
         self.probes.tiers.answered(lookup.tier, answer.found, is_held)
         self.manager.found(lookup.tier, answer.found)
+        self.tier_rules.found(lookup.tier, answer.found)
         if self.beside.answered(lookup.request_id):
             self._ready(lookup.request_id, "is ready")
         self._collect("lookup")
@@ -322,6 +321,18 @@ class Simulation:
         self.scheduler.end(request_id)
         self._say(f"abort {request_id}")
         self._collect("abort")
+
+    def _evict(self) -> None:
+        """Other work takes the free blocks; where there are tiers, also slots; or blocks here and there."""
+        pool, rng = self.scheduler.kv.pool, self.rng
+        if self.world.scattered:
+            for block in rng.sample(list(pool._cached), pool.cached // 2):
+                pool.unpublish(block)
+        else:
+            pool.drop(pool.take(pool.available))
+        while self.rig.tiers and rng.random() < 0.8 and self.manager._demote():
+            pass
+        self._collect("evict")
 
     def _reset(self) -> None:
         self.probes.resetting()
@@ -396,7 +407,7 @@ class Simulation:
 
     def _check_payload(self, write: Job) -> None:
         place = self.rig.faulty.tiers[write.tier].place
-        payload = place.payload(write.key)
+        payload = place.chunks.get(write.key)
         if payload is not None:
             self.chains.check_payload(write.key, payload, place.bad[write.key])
 
@@ -425,6 +436,8 @@ class Simulation:
         self._totals = totals
 
     def _check_end(self) -> None:
+        uncleared = [tier.name for tier in self.manager.below if tier._uncleared]
+        assert not uncleared, f"{uncleared} were never cleared"
         assert self.scheduler.schedule(self.now) is None
         self.rig.check_end(list(self.clients.values()))
         aborts = sum(self.rig.injected[f] for f in ("abort", "abort_loading", "abort_draining"))

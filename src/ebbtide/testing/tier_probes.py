@@ -76,7 +76,7 @@ class TierProbes:
         self.count("tier: read without a slot", transfer.slot == NO_SLOT)
         self.count("tier: read into a slot", transfer.slot != NO_SLOT)
         self.count("tier: read failed", error)
-        gone = bool(error) and place.payload(key) is None
+        gone = bool(error) and key not in place.chunks
         self.count("tier: a chunk was gone when it was read", gone)
         self.count("tier: a hint was wrong", gone and tier.is_found(key))
         self.count("tier: a bad block came back", not error and place.bad.get(key))

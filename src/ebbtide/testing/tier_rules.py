@@ -116,6 +116,7 @@ class TierRules:
         self._tiers = {tier.name: tier for tier in tiers}
         self._condemned: dict[str, set[bytes]] = {name: set() for name in self._tiers}
         self._late: dict[int, Transfer] = {}
+        self._affirmed: set[tuple[str, bytes]] = set()  # by lookups, since they were last written
         self._jobs: list[Job] = []  # in flight
         self._returned = Counter[tuple[str, str]]()
         self._dropped = Counter[str]()
@@ -130,6 +131,9 @@ class TierRules:
         transfer, error, _ = result
         if transfer.tier:
             self._late.pop(transfer.id, None)
+            if not error:  # of two reads of a chunk, one that was in time is enough
+                of = (transfer.tier, transfer.key)
+                self._late = {n: t for n, t in self._late.items() if (t.tier, t.key) != of}
             self._returned[transfer.tier, "read_failed" if error else "read_ok"] += 1
             if error:
                 self._condemned[transfer.tier].add(transfer.key)
@@ -158,7 +162,14 @@ class TierRules:
         self._jobs.remove(result.job)
         if result.job.action is Action.WRITE:
             good = result.result.status is Status.OK
+            place = (result.job.tier, result.job.key)
+            hinted = result.job.key in self._tiers[result.job.tier].hints
+            assert good or not hinted or place in self._affirmed, f"{result}, and is still found"
             self._returned[result.job.tier, "write_ok" if good else "write_failed"] += 1
+
+    def found(self, tier: str, keys: Iterable[bytes]) -> None:
+        """A lookup has found these."""
+        self._affirmed.update((tier, key) for key in keys)
 
     # --- what starts -----------------------------------------------------------------------
 
@@ -167,7 +178,7 @@ class TierRules:
         for name, tier in self._tiers.items():
             condemned = self._condemned[name]
             if name in manager.cleared:
-                condemned |= tier.place.keys | tier.below._writing
+                condemned |= tier.place.chunks.keys() | tier.below._writing
             is_read_only = tier.world.policy is WritePolicy.OFF
             for key in manager.forgotten:
                 if not is_read_only or key in tier.below._barred:
@@ -189,6 +200,7 @@ class TierRules:
         below = self._tiers[job.tier].below
         if job.action is Action.WRITE:
             self._condemned[job.tier].discard(job.key)
+            self._affirmed.discard((job.tier, job.key))
         elif job.action is Action.PROBE:
             assert not _is_barred(below, job.key), f"{job}: it is barred"
         elif job.action is Action.DELETE:
@@ -212,7 +224,7 @@ class TierRules:
 
     def check(self) -> None:
         for name, tier in self._tiers.items():
-            served = [k.hex() for k in self._condemned[name] & tier.place.keys if tier.serves(k)]
+            served = [key.hex() for key in self._condemned[name] if tier.serves(key)]
             assert not served, f"{name} still serves {served}"
             place, counters = tier.place, tier.below.counters
             assert place.bytes_max is None or place.bytes <= place.bytes_max, "over the quota"

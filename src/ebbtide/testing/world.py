@@ -32,9 +32,9 @@ class Faults:
     tiers: per key of a call; the others per event.
 
     corrupt_load: it reports success, but the blocks are garbage, which the first step that reads
-    them reports. bad_block: a block turns to garbage; broken_block: it is always the same one;
-    spurious: a sound block is reported as bad. poison: every step that samples for it fails.
+    them reports. bad_block, bad_slot: it turns to garbage; broken_block: always the same one; spurious: a sound block is reported as bad. poison: every step that samples for it fails.
     evict: other work takes all free blocks for a moment, so that KV has to come from below.
+    reset_reading: a reset while a tier is read from.
     tier_lost: it is done, but said to have failed. tier_corrupt: a read finds the chunk spoiled, or a
     write is, and is found out when it is read. tier_shared: another process removes chunks.
     """
@@ -45,6 +45,7 @@ class Faults:
     slow_transfer: float = 0.0
     step_raises: float = 0.0
     bad_block: float = 0.0
+    bad_slot: float = 0.0
     broken_block: float = 0.0
     spurious: float = 0.0
     poison: float = 0.0
@@ -53,6 +54,7 @@ class Faults:
     abort_draining: float = 0.0
     evict: float = 0.0
     reset: float = 0.0
+    reset_reading: float = 0.0
     tier_fails: float = 0.0
     tier_lost: float = 0.0
     tier_corrupt: float = 0.0
@@ -69,6 +71,7 @@ class Faults:
             "slow_transfer": (0.1, 0.5),
             "step_raises": (0.02, 0.1),
             "bad_block": (0.02, 0.1),
+            "bad_slot": (0.02, 0.2),
             "broken_block": (0.1, 0.4),
             "spurious": (0.02, 0.05),
             "poison": (0.05, 0.2),
@@ -77,6 +80,7 @@ class Faults:
             "abort_draining": (0.1, 0.5),
             "evict": (0.05, 0.4),
             "reset": (0.005, 0.03),
+            "reset_reading": (0.02, 0.1),
             "tier_fails": (0.05, 0.4),
             "tier_lost": (0.05, 0.4),
             "tier_corrupt": (0.05, 0.3),
@@ -87,16 +91,15 @@ class Faults:
         names = [f.name for f in fields(Faults)]
         if not has_tiers:
             names = [name for name in names if not name.startswith("tier_")]
+        evict = rng.uniform(0.03, 0.3) if has_tiers else 0.0  # so that the tiers' chunks are wanted
         kind = rng.randrange(8)
         if kind == 0:
-            return Faults()
+            return Faults(evict=evict)
         if kind <= 2:  # one kind of fault alone: its effects are plain to see
             name = rng.choice(names)
-            return Faults(**{name: strong[name][1]})
+            return Faults(**{"evict": evict, name: strong[name][1]})
         drawn = {n: rng.choice((0.0, rng.uniform(*strong[n]))) for n in names}
-        if has_tiers and rng.random() < 0.6:  # so that their chunks are wanted
-            drawn["evict"] = rng.uniform(*strong["evict"])
-        return Faults(**drawn)
+        return Faults(**{**drawn, "evict": evict or drawn["evict"]})
 
     def lasting(self) -> Faults:
         """Those that do not stop when the world heals."""
@@ -106,7 +109,7 @@ class Faults:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierWorld:
     """A tier below the host tier. immediate: asked for each chunk; else by lookups beside the steps.
-    chunks_max: its quota. read_s: how long it takes to read a chunk, at least and at most."""
+    chunks_max: its quota. read_s: how long it takes to read a chunk, this or that."""
 
     immediate: bool
     policy: WritePolicy
@@ -122,9 +125,9 @@ class TierWorld:
             immediate=rng.random() < 0.5,
             policy=WritePolicy.OFF if rng.random() < 0.1 else rng.choice(policies),
             writes_max=rng.choice((1, 8, 64, 64)),
-            chunks_max=rng.choice((3, 40, None, None, None)),
+            chunks_max=rng.choice((3, 40, None, None, None, None)),
             threads=rng.choice((1, 2)),
-            read_s=rng.choice(((0.1, 0.5), (0.1, 4.0), (1.0, 4.0))),
+            read_s=rng.choice(((0.05, 0.05), (0.05, 1.0), (0.1, 4.0), (0.5, 8.0))),
         )
 
 
@@ -153,6 +156,7 @@ class World:
     waiting_max: int
     stops: float
     talkative: bool
+    scattered: bool
     repetitive: bool
     company_max: int
     tiers: tuple[TierWorld, ...]
@@ -165,7 +169,7 @@ class World:
     @staticmethod
     def draw(rng: random.Random) -> World:
         tiers = tuple(TierWorld.draw(rng) for _ in range(rng.choice((0, 0, 1, 2))))
-        slots = (4, 12, 30, 60, 150) if tiers else (0, 10, 40, 150, 400, 400)
+        slots = (4, 12, 30, 60, 60) if tiers else (0, 10, 40, 150, 400, 400)
         return World(
             groups=rng.choice(GROUPS),
             block_size=rng.choice((1, 2, 3, 4, 8)),
@@ -181,15 +185,16 @@ class World:
             stores_max=rng.choice((1, 8, 64, 64)),
             spare=rng.choice((-0.3, 0.0, 0.0, 0.05, 0.2, 1.0)),
             vocabulary=rng.choice((2, 6, 50)),
-            requests=rng.choice((6, 16, 28)),
+            requests=rng.choice((16, 28, 28) if tiers else (6, 16, 28)),
             waiting_max=rng.choice((3, 100, 100)),
             stops=rng.choice((0.0, 0.03)),
-            talkative=rng.random() < 0.3,
-            repetitive=rng.random() < 0.4,
+            talkative=rng.random() < (0.1 if tiers else 0.3),
+            scattered=rng.random() < 0.3,
+            repetitive=rng.random() < (0.6 if tiers else 0.3),
             company_max=rng.choice((1, 4, 100)),
             tiers=tiers,
             store_after=2 if rng.random() < 0.15 else 1,
-            compute_s=rng.choice((None, 1.0, 3.0)),
+            compute_s=rng.choice((None, 1.0, 3.0, 3.0)),
             crashes=bool(tiers) and rng.random() < 0.4,
             faults=Faults.draw(rng, bool(tiers)),
         )
