@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from ebbtide.core.plan import TransferResult
-from ebbtide.offload.mover import Mover
+from ebbtide.core.plan import Transfer, TransferResult
+from ebbtide.offload.mover import Item, Mover, Outcome
 from ebbtide.testing import threaded
 from ebbtide.testing.threaded import ThreadedSimulation
 
@@ -28,17 +30,12 @@ def test_results_that_wake_nobody_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_transfer_that_reports_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hasty(Mover):
-        def _run(self) -> None:
-            move, late = self.move, []
+        """Moves the bytes of a transfer when the next one comes."""
 
-            def report_only(transfer: object) -> TransferResult:
-                late.append(transfer)
-                return TransferResult(transfer)  # type: ignore[arg-type]
-
-            self.move = report_only
-            super()._run()
-            for transfer in late:
-                move(transfer)
+        def _between_host_and_device(self, items: Sequence[Item]) -> list[Outcome]:
+            late, self.late = getattr(self, "late", []), items
+            super()._between_host_and_device(late)
+            return [TransferResult(item) for item in items if isinstance(item, Transfer)]
 
     monkeypatch.setattr(threaded, "Mover", Hasty)
     with pytest.raises(AssertionError):

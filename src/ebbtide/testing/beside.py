@@ -14,6 +14,7 @@ from ebbtide.core.plan import Transfer, TransferResult
 from ebbtide.engine.lookups import Chunking
 from ebbtide.offload.below import Job, JobResult
 from ebbtide.testing.rig import Rig
+from ebbtide.testing.world import World
 
 
 class Lookup(NamedTuple):
@@ -36,6 +37,10 @@ class Moving:
     result: TransferResult | JobResult | Answer | None = None
 
 
+def chunking(world: World) -> Chunking:
+    return Chunking(b"", world.block_size, world.blocks_per_chunk, len(world.groups))
+
+
 class Beside:
     """``held``: the requests that wait for lookups."""
 
@@ -45,8 +50,7 @@ class Beside:
         self._rig = rig
         self._rng = rng
         self._slow = [tier for tier in rig.tiers if not tier.world.immediate]
-        world = rig.world
-        self._chunking = Chunking(b"", world.block_size, world.blocks_per_chunk, len(world.groups))
+        self._chunking = chunking(rig.world)
 
     @property
     def transfers(self) -> list[Transfer]:

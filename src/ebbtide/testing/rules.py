@@ -166,6 +166,7 @@ class Rules:
         late = {request for request, _ in self.late}
         for request, transfers in self.late:
             self._note_lost_kv(request)
+            self._failed_loads.pop(request, None)  # it may load again by now
             for transfer in transfers:
                 assert not self._finds(transfer), f"{transfer} came late, and is still found"
         for request in scheduler._loading.values():

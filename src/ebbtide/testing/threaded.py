@@ -1,4 +1,4 @@
-"""The simulator's second mode: the real engine loop, mover and executor threads, with delays.
+"""The simulator's second mode: the real threads of engine loop, mover, lookups and executor, with delays.
 
     python -m ebbtide.testing.threaded --seeds 0 200
 
@@ -22,15 +22,19 @@ from dataclasses import replace
 
 from ebbtide.core.output import Output
 from ebbtide.core.plan import StepOutcome, StepPlan, Transfer, TransferResult
+from ebbtide.engine.lookups import Lookups
 from ebbtide.engine.loop import EngineLoop
 from ebbtide.errors import InputError, QueueFull
+from ebbtide.offload.below import Job, JobResult
 from ebbtide.offload.mover import Mover
+from ebbtide.testing.beside import chunking
 from ebbtide.testing.rig import DEFAULT_PARTS, Client, Parts, Rig
 from ebbtide.testing.world import NEVER_S, Traffic, World
 
 PATIENCE_S = 30.0  # a healthy run takes a fraction of a second
 DEADLINE_S = 0.01  # of a load
 LATE_S = 0.03
+LOOKUP_S = 0.001
 
 
 class _SlowExecutor:
@@ -52,6 +56,19 @@ class _SlowExecutor:
         return self._rig.run_step(plan)
 
 
+class _SlowTier:
+    """``offload.mover.TierMoves``: one after the other, with faults and delays."""
+
+    def __init__(self, simulation: ThreadedSimulation) -> None:
+        self._simulation = simulation
+
+    def read(self, transfers: Sequence[Transfer]) -> list[TransferResult]:
+        return [self._simulation.move(transfer) for transfer in transfers]
+
+    def do(self, jobs: Sequence[Job]) -> list[JobResult]:
+        return [self._simulation.do(job) for job in jobs]
+
+
 class ThreadedSimulation:
     """One seed's world on real threads. ``run`` raises ``AssertionError`` where the end is wrong."""
 
@@ -59,9 +76,7 @@ class ThreadedSimulation:
         self._rng = rng = random.Random(seed)
         world = World.draw(rng)
         late = world.load_deadline_s != NEVER_S
-        self.world = world = replace(
-            world, tiers=(), load_deadline_s=DEADLINE_S if late else PATIENCE_S
-        )
+        self.world = world = replace(world, load_deadline_s=DEADLINE_S if late else PATIENCE_S)
         # the threads draw from generators of their own
         self.rig = Rig(world, random.Random(seed + 1), parts)
         self._moves = random.Random(seed + 2)
@@ -74,9 +89,14 @@ class ThreadedSimulation:
     def run(self) -> Counter[str]:
         """Returns the faults that were injected."""
         before = set(threading.enumerate())
-        mover = Mover(self._move, lambda: loop.wake())
+        tiers = {tier.name: _SlowTier(self) for tier in self.rig.tiers}
+        mover = Mover(self.move, lambda: loop.wake(), tiers)
         executor = _SlowExecutor(self.rig, random.Random(self._rng.random()))
         loop = EngineLoop(self.rig.scheduler, self.rig.manager, executor, mover, self._listen)
+        slow = [tier.tier for tier in self.rig.tiers if not tier.world.immediate]
+        if slow:
+            deadline_s = self._rng.choice((LOOKUP_S, PATIENCE_S))
+            loop.lookups = Lookups(slow, chunking(self.world), deadline_s, loop.found, loop.ready)
         loop.start()
         with _eager_threads():
             self._talk(loop)
@@ -87,8 +107,11 @@ class ThreadedSimulation:
             closing.join(PATIENCE_S)
             assert not closing.is_alive(), f"it never closes: {self.rig.scheduler!r}"
         assert self._failure is None, f"in a callback: {self._failure!r}"
-        results = mover.take_results()
-        self.rig.scheduler.transferred(r for r in results if isinstance(r, TransferResult))
+        for result in mover.take_results():
+            if isinstance(result, JobResult):
+                self.rig.manager.done(result)
+            else:
+                self.rig.scheduler.transferred([result])
         self.rig.check_end(list(self.clients.values()))
         left = set(threading.enumerate()) - before
         assert not left, f"threads left: {left}"
@@ -119,15 +142,26 @@ class ThreadedSimulation:
                 loop.end([rng.choice(list(self.clients))])
             if rng.random() < self.world.faults.reset:
                 loop.reset()
+            if self.rig.places and self.rig.strikes("tier_shared"):
+                rng.choice(self.rig.places).drop_for_others(rng)
         self.rig.faults = self.world.faults.lasting()
 
-    def _move(self, transfer: Transfer) -> TransferResult:
-        """On the mover's thread."""
+    def move(self, transfer: Transfer) -> TransferResult:
+        """On a thread of the mover."""
         time.sleep(self._moves.choice((0, 0, 0, 0.0005)))
         result = self.rig.faulty.move(transfer)
+        self._dawdle()
+        return result
+
+    def do(self, job: Job) -> JobResult:
+        """On a thread of the mover."""
+        result = self.rig.faulty.do(job)
+        self._dawdle()
+        return result
+
+    def _dawdle(self) -> None:
         if self.rig.strikes("slow_transfer"):
             time.sleep(self._moves.choice((0.002, LATE_S)))
-        return result
 
     def _listen(self, outputs: Sequence[Output]) -> Iterable[str]:
         """On the engine's thread. Some requests end here, as by a stop string that was found."""

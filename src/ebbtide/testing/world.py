@@ -32,7 +32,8 @@ class Faults:
     tiers: per key of a call; the others per event.
 
     corrupt_load: it reports success, but the blocks are garbage, which the first step that reads
-    them reports. bad_block, bad_slot: it turns to garbage; broken_block: always the same one; spurious: a sound block is reported as bad. poison: every step that samples for it fails.
+    them reports. bad_block, bad_slot: one turns to garbage; broken_block: always the same one.
+    spurious: a sound block is reported as bad. poison: every step that samples for it fails.
     evict: other work takes all free blocks for a moment, so that KV has to come from below.
     reset_reading: a reset while a tier is read from.
     tier_lost: it is done, but said to have failed. tier_corrupt: a read finds the chunk spoiled, or a
