@@ -19,6 +19,7 @@ QUICK = (  # one for each place where a fault shows
     "failed-store-is-served",
     "pins-kept",
     "never-tried-again",
+    "no-cascade",
 )
 
 

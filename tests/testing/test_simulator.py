@@ -54,6 +54,12 @@ def test_standard_run_injects_every_kind_of_fault(results: list[Verdict]) -> Non
     assert set(Faults.__dataclass_fields__) <= injected.keys()
 
 
+def test_what_a_process_left_in_a_tier_serves_the_next(results: list[Verdict]) -> None:
+    crashed = [v.result for v in results if World.draw(random.Random(v.seed)).crashes]
+    assert len(crashed) > SEEDS / 10
+    assert sum(r.probes["crash: what was left is read"] > 0 for r in crashed if r) >= 3
+
+
 @pytest.mark.parametrize("seed", [3, 7, 11])
 def test_a_seed_run_twice_ends_the_same(seed: int) -> None:
     told: list[list[str]] = []

@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import unquote_plus
 
+from ebbtide.core.ledger import COMPUTED, DEVICE, HOST
 from ebbtide.errors import InputError
 from ebbtide.offload.arena import Arena
 from ebbtide.offload.below import Asked, Below, Hints, WritePolicy
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 THREADS = 2  # per tier
 CLOSE_S = 10.0  # that tiers have to let go of what they hold
+WRITE = "write="
+TAKEN = (DEVICE, HOST, COMPUTED)  # other places that a prompt's KV comes from, in usage and metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class OpenTiers:
                 url, policy = _without_write(url)
                 tier = open_tier(url, context)
                 tiers.append(tier)
-                if tier.name in {other.name for other in below} or tier.name == "host":
+                if tier.name in (*TAKEN, *(other.name for other in below)):
                     raise InputError(f"there are two tiers named {tier.name!r}: one is the most")
                 known = Asked(tier.lookup) if tier.immediate else Hints()
                 writes_max = max(1, min(64, arena.num_slots // 4))
@@ -106,11 +109,12 @@ def _stats(tier: Tier) -> TierStats:
 
 
 def _without_write(url: str) -> tuple[str, WritePolicy]:
-    """Take the setting ``write`` out of a URL."""
-    parts = urlsplit(url)
-    settings = parse_qsl(parts.query, keep_blank_values=True)
-    names = [value for name, value in settings if name == "write"]
-    if not names:
-        return url, WritePolicy.WRITE_THROUGH
-    query = urlencode([(name, value) for name, value in settings if name != "write"])
-    return urlunsplit(parts._replace(query=query)), WritePolicy.named(names[-1])
+    """Take the setting ``write`` out of a URL, whose other parts stay as they are: they are the tier's."""
+    place, _, query = url.partition("?")
+    parts = [part for part in query.split("&") if part]
+    given = [unquote_plus(part[len(WRITE) :]) for part in parts if part.startswith(WRITE)]
+    if len(given) > 1:
+        raise InputError("a tier's URL has the setting 'write' twice")
+    policy = WritePolicy.named(given[0]) if given else WritePolicy.WRITE_THROUGH
+    rest = "&".join(part for part in parts if not part.startswith(WRITE))
+    return (f"{place}?{rest}" if rest else place), policy
