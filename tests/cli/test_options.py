@@ -52,6 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     ("arguments", "words"),
     [
         (["serve", "--kv-memory", "many"], "--kv-memory"),
+        (["serve", "--disk", ""], "--disk is empty: name a directory"),
         (["serve", "--dtype", "int3"], "dtype must be one of auto, bfloat16, float32"),
         (["serve", "--overlap", "7"], "overlap must be one of 1, 2"),
         (["serve", "--model", "no/such/file.gguf"], "no/such/file.gguf"),

@@ -119,6 +119,8 @@ def tier_urls(
 ) -> tuple[str, ...]:
     """URLs of the tiers that the options name, nearest first."""
     urls = []
+    if disk == "":
+        raise InputError("--disk is empty: name a directory", "disk")
     if disk is not None:
         settings = {"size": disk_size, "write": disk_write}
         said = urlencode({name: value for name, value in settings.items() if value is not None})

@@ -10,7 +10,16 @@ import pytest
 
 from ebbtide.errors import InputError
 from ebbtide.offload.tiers.breaker import BreakerConfig
-from ebbtide.offload.tiers.remote import Down, Line, count, flag, one_line, seconds, settings
+from ebbtide.offload.tiers.remote import (
+    Down,
+    Line,
+    RisingTotal,
+    count,
+    flag,
+    one_line,
+    seconds,
+    settings,
+)
 
 CONFIG = BreakerConfig(failures_max=2, wait_s=1.0, wait_s_max=8.0, probe_s=5.0)
 
@@ -161,3 +170,9 @@ class TestSettings:
     def test_what_is_no_good_is_one_sentence(self, query: str, says: str) -> None:
         with pytest.raises(InputError, match=says):
             settings(query, self.KNOWN)
+
+
+def test_a_total_rises_though_the_counter_that_it_follows_starts_again() -> None:
+    total = RisingTotal()
+    assert [total.read(count) for count in (3, 3, 7, 0, 2, 1)] == [3, 3, 7, 7, 9, 10]
+    assert total.total == 10

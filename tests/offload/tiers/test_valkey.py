@@ -210,7 +210,8 @@ class TestMemory:
             assert stats.evictions > 0
             assert stats.note == ""
             assert tier.lookup([Chunk(number).key for number in range(12)]).count(True) < 8
-            tier.close()
+        assert tier.stats().evictions == stats.evictions  # also while the server is gone
+        tier.close()
 
     @pytest.mark.parametrize(
         ("maxmemory", "policy", "ttl_s", "says"),

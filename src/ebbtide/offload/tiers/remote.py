@@ -113,6 +113,22 @@ class Line:
         return Down(f"{self._server}: {why}")
 
 
+class RisingTotal:
+    """The total of a counter of somebody else's, which starts again from 0 when they do."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def read(self, count: int) -> int:
+        """The counter stands at ``count`` now."""
+        with self._lock:
+            self.total += count - self._last if count >= self._last else count
+            self._last = count
+            return self.total
+
+
 def one_line(error: Exception) -> str:
     """The first line of what a client says: some add pages."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

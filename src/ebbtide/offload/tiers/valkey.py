@@ -25,7 +25,7 @@ from ebbtide.errors import InputError
 from ebbtide.offload.tiers import envelope
 from ebbtide.offload.tiers.base import MISSING, OK, Entry, Result, Status, TierContext, TierStats
 from ebbtide.offload.tiers.breaker import BreakerConfig
-from ebbtide.offload.tiers.remote import Down, Line, count, one_line, seconds, settings
+from ebbtide.offload.tiers.remote import Down, Line, RisingTotal, count, one_line, seconds, settings
 
 try:
     import valkey
@@ -184,6 +184,7 @@ class ValkeyTier:
         # A try may take a connection, and a batch each way.
         breaker = BreakerConfig(failures_max=1, probe_s=4 * config.timeout_s)
         self._line = Line(config.server, (valkey.ValkeyError, OSError), breaker)
+        self._evictions = RisingTotal()
         self._greet()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
@@ -278,13 +279,13 @@ class ValkeyTier:
         """Asks the server. ``chunks``: keys of the whole database; the other figures are the server's own."""
         answer = self._line.ask(self._facts)
         if isinstance(answer, Down):
-            return TierStats(state=self._line.state())
+            return TierStats(evictions=self._evictions.total, state=self._line.state())
         info, keys = answer
         return TierStats(
             chunks=keys,
             bytes=int(info.get("used_memory", 0)),
             bytes_max=int(info.get("maxmemory", 0)) or None,
-            evictions=int(info.get("evicted_keys", 0)),
+            evictions=self._evictions.read(int(info.get("evicted_keys", 0))),
             state=self._line.state(),
             note=memory_note(info, self._config.ttl_s),
         )
