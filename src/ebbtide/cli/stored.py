@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from ebbtide.errors import InputError
 from ebbtide.offload.tiers.base import Entry, Inventory, Result, Status, TierContext
@@ -219,8 +219,8 @@ def _open(url: str, stack: ExitStack) -> Place:
 def _without_write(url: str) -> str:
     """The setting ``write`` is the engine's, not the tier's."""
     place, _, query = url.partition("?")
-    kept = [pair for pair in parse_qsl(query, keep_blank_values=True) if pair[0] != "write"]
-    return f"{place}?{urlencode(kept)}" if kept else place
+    rest = "&".join(part for part in query.split("&") if part and not part.startswith("write="))
+    return f"{place}?{rest}" if rest else place
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
