@@ -152,6 +152,20 @@ class TestStore:
         assert 1 <= most[0] <= 3
         tier.close()
 
+    def test_four_times_as_many_look_up_at_once(self, folder_url, monkeypatch) -> None:
+        tier = open_object(f"{folder_url}?concurrency=2", context())
+        all_there = threading.Barrier(8, timeout=20)
+        size = PAGE + module.envelope.HEADER_BYTES
+
+        def head(*args: object) -> dict[str, int]:
+            all_there.wait()
+            return {"size": size}
+
+        monkeypatch.setattr(obstore, "head", head)
+        many = keys([Chunk(number) for number in range(16)])
+        assert tier.lookup(many) == [True] * 16
+        tier.close()
+
     def test_a_full_disk_or_quota_is_full_and_not_down(self, tier, monkeypatch) -> None:
         def put(*args: object, **options: object) -> None:
             raise obstore.exceptions.GenericError("Generic error: No space left on device\nmore")
@@ -383,6 +397,7 @@ class TestUrl:
             ("http://host", "begins with"),
             ("file:///tmp/x", "begins with"),
             ("s3://", "names no bucket"),
+            ("s3://[bucket", "is not one"),
             ("s3:bucket", "names no bucket"),
             ("s3://me:secret@bucket", "from the environment"),
             ("object+file://tmp/x", "three slashes"),

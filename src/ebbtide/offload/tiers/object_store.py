@@ -3,8 +3,8 @@
     s3://bucket/prefix    gs://bucket/prefix    az://container/prefix    object+file:///folder
 
 Settings in the query: timeout, the seconds that a request may take in all (10); retries after errors
-that may pass (2); concurrency, the requests at once for each of reading, writing and looking up (8);
-allow_http, which an endpoint that begins with http:// implies. All others are the client's own
+that may pass (2); concurrency, the requests at once for each of reading and writing (8; four times as many
+look up); allow_http, which an endpoint that begins with http:// implies. All others are the client's own
 (``obstore``): endpoint, region, skip_signature, account_name and so on. Credentials come from where the
 cloud's own tools take them: the environment, or the machine's role.
 
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 LOCAL = "object+file"
 SCHEMES = ("s3", "gs", "az", LOCAL)
 CONCURRENCY_MAX = 64
+LOOKUPS_PER_READ = 4  # at once: a lookup waits for the network only, and a request for its lookups
 VARIABLES = {
     "s3": "AWS_",
     "gs": "GOOGLE_",
@@ -89,7 +90,10 @@ def open_object(url: str, context: TierContext) -> ObjectTier:
 
 def parse(url: str) -> ObjectConfig:
     """Raises InputError."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise InputError(f"the object store's URL is not one: {error}") from None
     if parts.scheme not in SCHEMES:
         raise InputError(f"an object store's URL begins with one of {', '.join(SCHEMES)}, then ://")
     if parts.username or parts.password:
@@ -163,9 +167,14 @@ class ObjectTier:
         errors = (exceptions.BaseError, OSError, ClientPanicError)
         self._line = Line(config.url, errors, breaker, describe=_describe)
         # Pools apart, so that neither a read nor a lookup waits behind a long row of writes.
+        lookups = LOOKUPS_PER_READ * config.concurrency
         self._lookups, self._reads, self._writes = (
-            ThreadPoolExecutor(config.concurrency, f"object-{what}")
-            for what in ("lookup", "read", "write")
+            ThreadPoolExecutor(count, f"object-{what}")
+            for what, count in (
+                ("lookup", lookups),
+                ("read", config.concurrency),
+                ("write", config.concurrency),
+            )
         )
         self._greet()
 
