@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.engine import tiers as module
+from ebbtide.engine.engine import _kept
 from ebbtide.engine.tiers import OpenTiers
 from ebbtide.errors import InputError
 from ebbtide.offload.arena import Arena
 from ebbtide.offload.below import WritePolicy
-from ebbtide.offload.tiers.base import TierContext
+from ebbtide.offload.tiers.base import TierContext, TierStats
 from ebbtide.testing.tiers import MemoryTier
 
 ARENA = Arena(8, 2, 4096)
@@ -107,3 +108,21 @@ def test_without_a_host_tier_there_is_no_way_to_them() -> None:
     with pytest.raises(InputError, match="host memory is 0"):
         OpenTiers.open(["a://"], bytes(32), Arena(0, 2, 4096))
     assert OpenTiers.open([], bytes(32), Arena(0, 2, 4096)) == OpenTiers()
+
+
+@pytest.mark.parametrize(
+    ("stats", "says"),
+    [
+        (
+            TierStats(chunks=9, bytes=3 << 20),
+            "keeps 9 chunks (3.0 MiB), 2 of them written at the end",
+        ),
+        (TierStats(), "was given 2 chunks at the end"),  # it does not count
+        (TierStats(state="down: no route"), "is down: no route; 2 chunks were written"),
+        (None, "does not answer"),
+    ],
+)
+def test_what_a_tier_keeps_is_told_as_far_as_it_is_known(
+    stats: TierStats | None, says: str
+) -> None:
+    assert says in _kept("object", stats, 2)

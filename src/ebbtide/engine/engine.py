@@ -222,10 +222,7 @@ class Engine:
         self._loop.close(self.config.close_s)
         kept = self._tiers.close()
         sentences = [
-            f"The {tier.name} tier keeps {stats.chunks} chunks ({stats.bytes / MIB:.1f} MiB), "
-            f"{tier.counters.write_ok - before[tier.name]} of them written at the end."
-            if (stats := kept.get(tier.name))
-            else f"The {tier.name} tier does not answer, and was left behind."
+            _kept(tier.name, kept.get(tier.name), tier.counters.write_ok - before[tier.name])
             for tier in self._offload.below
         ]
         sentences += [
@@ -234,6 +231,18 @@ class Engine:
             for name in self._offload.uncleared
         ]
         return "\n".join(sentences)
+
+
+def _kept(name: str, stats: TierStats | None, written: int) -> str:
+    """What a tier keeps at the end, of which ``written`` chunks are new. Not all count what they keep."""
+    if stats is None:
+        return f"The {name} tier does not answer, and was left behind."
+    if stats.state.startswith("down"):
+        return f"The {name} tier is {stats.state}; {written} chunks were written at the end."
+    if stats.chunks < written or not stats.chunks:
+        return f"The {name} tier was given {written} chunks at the end."
+    size = f"{stats.chunks} chunks ({stats.bytes / MIB:.1f} MiB)"
+    return f"The {name} tier keeps {size}, {written} of them written at the end."
 
 
 def _figures(tier: Below, offload: OffloadManager) -> TierFigures:
