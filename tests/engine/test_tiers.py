@@ -277,3 +277,23 @@ def test_the_end_waits_for_what_a_reset_has_to_empty(
         loop.reset()
     assert bool(place.chunks) == (failures > 1)
     assert loop._offload.uncleared == (["memory"] if failures > 1 else [])
+
+
+def test_loads_of_a_tier_that_stalls_are_not_waited_for() -> None:
+    place = MemoryPlace()
+    with running(heard := Heard(), tiers=[MemoryTier(CONTEXT, place)]) as loop:
+        say(loop, heard, "a", 1)
+    going_on = threading.Event()
+
+    class Stalling(MemoryTier):
+        def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+            going_on.wait(20)
+            return super().read(keys, buffers)
+
+    start = time.monotonic()
+    with running(heard := Heard(), tiers=[Stalling(CONTEXT, place)], fail_on_lost_kv=True) as loop:
+        assert say(loop, heard, "a", 1)["computed"] == LONG  # and it is no lost KV
+        assert say(loop, heard, "b", 2)["computed"] == LONG
+        assert time.monotonic() - start < 15
+        going_on.set()
+        wait_for_jobs(loop)

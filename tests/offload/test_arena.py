@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +52,34 @@ def test_memory_is_in_huge_pages_and_not_shared_with_children() -> None:
     arena = Arena(4, 1, 1 << 20)
     address = arena.slot(0, 0, 1).ctypes.data
     flags = flags_at(address)
-    assert "dc" in flags  # not copied when the process forks
+    assert "wf" in flags  # wiped when the process forks
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert "hg" in flags
     assert "sh" not in flags
+
+
+FORK = """
+import gc, os
+from ebbtide.offload.arena import Arena
+
+gc.disable()
+for _ in range(30):
+    garbage = [Arena(64, 1, 4096)]
+    garbage.append(garbage)
+del garbage
+if os.fork() == 0:
+    arenas = [Arena(64, 1, 4096) for _ in range(30)]
+    gc.collect()
+    for arena in arenas:
+        arena.buffer(3)[:4] = b"KKVV"
+    os._exit(7)
+raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_that_collects_garbage_keeps_its_memory() -> None:
+    assert subprocess.run([sys.executable, "-c", FORK]).returncode == 7
 
 
 def flags_at(address: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ebbtide.core.plan import TransferResult
 from ebbtide.keys import chunk_key
 from ebbtide.offload.below import PROBE_S, RETRY_S, Action, Below, Hints, Job, JobResult
 from ebbtide.offload.host import HostSlots
@@ -170,3 +171,29 @@ def test_a_chunk_that_has_just_gone_is_not_read_from_where_it_is_barred() -> Non
     assert manager.has(0, chain, 0)
     ((load,),) = manager.load(chain, [(0, 0, [7])])
     assert load.tier == "near"
+
+
+def test_what_a_tier_that_stalls_was_to_bring_is_given_up_once() -> None:
+    chain = [bytes([n]) * 32 for n in range(3)]
+    below = tier(*(chunk_key(digest, 0) for digest in chain))
+    manager = OffloadManager(HostSlots(2), 1, below=[below])
+    manager.tick(0.0)
+    ((first, second),) = manager.load(chain, [(0, 0, [5, 6])])
+    at = manager.next_deadline()
+    assert at is not None
+    manager.tick(at - 0.01)
+    assert manager.take_given_up() == []
+    manager.finished(TransferResult(first, seconds=0.01))  # it goes on
+    manager.tick(at)
+    assert manager.take_given_up() == []
+    later = manager.next_deadline()
+    assert later is not None
+    assert later > at
+    manager.tick(later)
+    assert manager.take_given_up() == [second.id]
+    assert not manager.has(0, chain, 1)
+    manager.tick(later + 1)
+    assert manager.take_given_up() == []
+    assert manager.next_deadline() is None
+    manager.finished(TransferResult(second, seconds=5.0))
+    assert manager.slots.in_use == 1  # the first one's: nobody expects the other

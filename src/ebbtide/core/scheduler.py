@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -478,6 +478,11 @@ class Scheduler:
         for request in list(late):
             self.kv.abandon_loads(request, late=True)
             self._kv_lost(request, f"loading took over {self.config.load_deadline_s:g} s")
+
+    def give_up(self, loads: Collection[int]) -> None:
+        """These transfers take too long, though they may yet succeed: nobody waits for them any more."""
+        for request in [r for r in self._loading.values() if not r.loads.isdisjoint(loads)]:
+            self._lose(request)
 
     def _kv_lost(self, request: Request, message: str) -> None:
         """Go back, or end. A tier can spoil each chunk of a chain once, so the way back is bounded."""

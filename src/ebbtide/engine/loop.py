@@ -191,6 +191,8 @@ class EngineLoop:
                 self._take_in()
                 now = time.monotonic()
                 self._offload.tick(now)
+                if given_up := self._offload.take_given_up():
+                    scheduler.give_up(given_up)
                 plan = scheduler.schedule(now)
                 self._send_out()
                 self._untold += scheduler.take_outputs()

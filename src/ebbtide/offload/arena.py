@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from ebbtide.errors import InputError
 
+MADV_HUGEPAGE, MADV_WIPEONFORK = 14, 18  # madvise(2); the module mmap need not name them
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -23,14 +25,16 @@ def slot_bytes_for(block_bytes: int, blocks_per_chunk: int) -> int:
 def _mapping(size: int) -> mmap.mmap:
     """Memory in huge pages where there are such: a page fault per 2 MiB that are first written, not 512.
 
-    Forked children do not get it, as direct I/O into pages that are shared with one may be lost (open(2)).
+    Forked children get it empty, as direct I/O into pages that are shared with one may be lost (open(2)).
+    (Without it, by MADV_DONTFORK, they would unmap what has come in its place when they collect garbage.)
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with contextlib.suppress(AttributeError, OSError):  # a system that cannot is not worse off
-            memory.madvise(getattr(mmap, advice))
+    if sys.platform == "linux":
+        for advice in (MADV_HUGEPAGE, MADV_WIPEONFORK):
+            with contextlib.suppress(OSError):  # a system that cannot is not worse off
+                memory.madvise(advice)
     return memory
 
 
@@ -53,7 +57,7 @@ class ChunkMemory(Protocol):
 class Arena:
     """``num_slots`` slots; ``slot(i, offset, count)`` views blocks of slot i as [count, block_bytes].
 
-    Pages are taken from the system when they are first written. A forked child does not have them. Raises
+    Pages are taken from the system when they are first written. A forked child has them empty. Raises
     InputError where the system refuses the mapping.
     """
 

@@ -22,6 +22,7 @@ from ebbtide.offload.tiers.base import Result, Status
 BARRED_MAX = 1 << 16
 HINTS_MAX = 1 << 18
 STALLED = 4  # times longer than usual without an answer: the tier counts as slow
+GIVE_UP, GIVE_UP_S = 12, 0.25  # times longer than usual, and seconds: its loads are not waited for
 UNKNOWN_S = 0.1  # a read that is shorter pays, too, before it is known how long computing takes
 PROBE_S = 1.0  # between two questions whether a slow tier is fast again, at least
 RETRY_S = 1.0  # until a tier that could not be cleared is cleared again; it is not used meanwhile
@@ -215,6 +216,12 @@ class Below:
             self._wanted = b""
         if self._uncleared and not self._clearing and now >= self._clear_at:
             self._start_clearing()
+
+    def stalls_at(self, compute_seconds: float | None) -> float | None:
+        """From when on what is being read is not worth waiting for; None where nothing is."""
+        read = (self.chunk_seconds or 0.0) / self._threads
+        usual = max(read, compute_seconds or UNKNOWN_S)
+        return self._progress_at + max(GIVE_UP_S, GIVE_UP * usual) if self._reads else None
 
     def next_deadline(self) -> float | None:
         """When ``tick`` should be called again at the latest."""

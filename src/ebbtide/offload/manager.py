@@ -84,6 +84,8 @@ class OffloadManager:
         self._stores = 0
         self._transfers = 0
         self._progress: dict[tuple[str, int], _Progress] = {}  # by owner and group
+        self._awaited: dict[int, Transfer] = {}  # loads from below
+        self._given_up: list[int] = []
         self._leaving: dict[int, int] = {}  # slots that are free when so many writes are done
         self._on_evict = [tier for tier in below if tier.policy is WritePolicy.ON_EVICT]
         self._spare = min(32, slots.num_slots // 8) if self._on_evict else 0  # slots to keep free
@@ -131,7 +133,9 @@ class OffloadManager:
         tier.reading()
         slot = self._reserve(key) if slot is None else None  # another part of it has one already
         to = NO_SLOT if slot is None else slot
-        return self._transfer(Direction.LOAD, key, to, offset, blocks, tier.name)
+        load = self._transfer(Direction.LOAD, key, to, offset, blocks, tier.name)
+        self._awaited[load.id] = load
+        return load
 
     def store(
         self,
@@ -200,6 +204,7 @@ class OffloadManager:
         counters.load_failed += bool(error)
         counters.loaded_blocks += 0 if error else len(transfer.blocks)
         if transfer.tier:
+            self._awaited.pop(transfer.id, None)
             tier = self._tier(transfer.tier)
             tier.was_read(key, error, seconds)
             if transfer.slot != NO_SLOT:
@@ -212,6 +217,7 @@ class OffloadManager:
 
     def abandon(self, transfer: Transfer) -> None:
         if transfer.tier:
+            self._awaited.pop(transfer.id, None)
             self._tier(transfer.tier).late(transfer.key)
         if self.slots.slot_of(transfer.key) == transfer.slot:
             self.slots.drop(transfer.key)
@@ -242,13 +248,25 @@ class OffloadManager:
         """Time passes: ``now`` in seconds, any origin."""
         for tier in self.below:
             tier.tick(now)
+            stalls_at = tier.stalls_at(self.compute_seconds)
+            if stalls_at is not None and stalls_at <= now:
+                for transfer in [t for t in self._awaited.values() if t.tier == tier.name]:
+                    self.abandon(transfer)
+                    self._given_up.append(transfer.id)
         while self.slots.free + len(self._leaving) < self._spare and self._demote():
             pass
 
     def next_deadline(self) -> float | None:
         """When ``tick`` should be called again at the latest."""
+        awaited = {transfer.tier for transfer in self._awaited.values()}
         times = [tier.next_deadline() for tier in self.below]
+        times += [t.stalls_at(self.compute_seconds) for t in self.below if t.name in awaited]
         return min((time for time in times if time is not None), default=None)
+
+    def take_given_up(self) -> list[int]:
+        """Loads from a tier that stalls: those who wait for them are to go on without."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def found(self, name: str, keys: Sequence[bytes]) -> None:
         """A lookup in the tier of this name has found these chunks."""

@@ -161,6 +161,12 @@ class Rules:
         self._held = {*scheduler._running.values(), *loading}
         self._preemptions = scheduler.counters.preemptions
 
+    def given_up(self, requests: Iterable[Request]) -> None:
+        """They are to go on without the loads that they wait for; that counts as no loss."""
+        for request in requests:
+            self._lost.add(request.id)
+            self._failed_loads.pop(request, None)
+
     def after_schedule(self, now: float, plan: StepPlan | None) -> None:
         scheduler = self._scheduler
         late = {request for request, _ in self.late}

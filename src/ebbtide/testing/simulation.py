@@ -196,12 +196,37 @@ class Simulation:
         self._say(f"{request_id} arrives, {len(prompt)} tokens, {params.max_tokens} to come")
         self._collect("arrival")
 
+    def _give_up(self) -> None:
+        """Loads of a tier that stalls are not waited for."""
+        loads = self.manager.take_given_up()
+        flights = self.scheduler.kv._flights
+        awaited = {
+            n: flights[n].transfer for r in self.scheduler._loading.values() for n in r.loads
+        }
+        for tier in self.manager.below:
+            stalls_at = tier.stalls_at(self.manager.compute_seconds)
+            if stalls_at is not None and stalls_at <= self.now:
+                kept = [t for n, t in awaited.items() if t.tier == tier.name and n not in loads]
+                assert not kept, f"{tier.name} stalls, and is waited for: {kept}"
+        if not loads:
+            return
+        self.rig.injected["stalled_load"] += len(loads)
+        holders = [r for r in self.scheduler._loading.values() if not r.loads.isdisjoint(loads)]
+        self.rules.given_up(holders)
+        self.tier_rules.late([flights[load].transfer for load in loads])
+        self.probes.count("tier: stalled loads are given up", holders)
+        self.scheduler.give_up(loads)
+        assert not any(r in self.scheduler._loading.values() for r in holders)
+        self._say(f"given up: {loads} of {holders}")
+        self._collect("give up")
+
     def _schedule(self) -> None:
+        self.manager.tick(self.now)
+        self._give_up()
         self.probes.before()
         late = [r for r in self.scheduler._loading.values() if r.load_deadline <= self.now]
         self.rig.injected["late_load"] += len(late)
         self.rules.before_schedule(self.now)
-        self.manager.tick(self.now)
         plan = self.scheduler.schedule(self.now)
         self.rules.after_schedule(self.now, plan)
         self.tier_rules.late(load for _, loads in self.rules.late for load in loads)

@@ -15,6 +15,7 @@ from ebbtide.testing.tier_rules import WatchedBelow
 
 NAMES = frozenset(
     {
+        "tier: stalled loads are given up",
         "tier: read into a slot",
         "tier: read without a slot",
         "tier: two parts of one chunk are read",
