@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 SOURCE = TESTS.parent / "src" / "ebbtide"
 QUICK = (  # one for each place where a fault shows
     "published-early",
-    "prefix-of-the-last-group",
+    "run-survives-a-hole",
     "counted-twice",
     "failed-store-is-served",
     "pins-kept",
