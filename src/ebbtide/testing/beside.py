@@ -65,8 +65,12 @@ class Beside:
 
     def start(self, items: Iterable[Transfer | Job | Lookup], now: float) -> None:
         for item in items:
-            slow = self._rig.strikes("slow_transfer")
-            self.moving.append(Moving(item, now + (self._rng.uniform(3, 60) if slow else 0.0)))
+            wait_s = 0.0
+            if self._rig.strikes("slow_transfer"):
+                wait_s = self._rng.uniform(3, 60)
+            elif isinstance(item, Transfer) and item.tier:
+                wait_s = self._rng.choice((0.0, 4.0))
+            self.moving.append(Moving(item, now + wait_s))
 
     def look_up(self, request_id: str, prompt: Sequence[int], salt: str, now: float) -> bool:
         """Ask the tiers that take time. Whether the request is to wait for their answers."""

@@ -342,6 +342,7 @@ def check_drained(scheduler: Scheduler, manager: OffloadManager) -> None:
         "stores due": manager._progress,
         "slots that are to leave": manager._leaving,
         "jobs": manager.jobs_in_flight,
+        "loads awaited": manager._awaited,
         "late reads": [tier.name for tier in manager.below if tier._late],
         "references": [b for b, count in enumerate(kv.pool._references) if count],
         "pins": [n for n, slot in enumerate(slots._slots) if slot.pins],

@@ -10,9 +10,10 @@ from ebbtide.offload.below import Asked, Below, Hints
 from ebbtide.offload.mover import DeviceMemory
 from ebbtide.offload.tier_moves import TierMover
 from ebbtide.offload.tiers.base import TierContext
-from ebbtide.testing.tiers import Fault, FaultyTier, MemoryPlace, MemoryTier
+from ebbtide.testing.tiers import GARBAGE, Fault, FaultyTier, MemoryPlace, MemoryTier
 from ebbtide.testing.world import TierWorld
 
+BLOCKS_PER_CHUNK_MAX = 8
 FAULTS = {
     "tier_fails": Fault.FAIL,
     "tier_lost": Fault.LOST,
@@ -38,12 +39,18 @@ class Place(MemoryPlace):
             self.took[id] = self.doing
         super().drop(id)
 
-    def drop_for_others(self, rng: random.Random) -> None:
-        """Another process that uses the place removes one chunk, or all."""
+    def harm(self, rng: random.Random) -> None:
+        """Another process that uses the place writes a chunk that is bad, or removes one, or all."""
         self.doing = "another process"
         with self.lock:
             ids = list(self.chunks)
-            for id in rng.sample(ids, min(1, len(ids))) if rng.random() < 0.9 else ids:
+            some = rng.sample(ids, min(1, len(ids)))
+            if rng.random() < 0.4:
+                for id in some:
+                    self.chunks[id] = bytes([GARBAGE]) * len(self.chunks[id])
+                    self.bad[id] = frozenset(range(BLOCKS_PER_CHUNK_MAX))
+                return
+            for id in some if rng.random() < 0.9 else ids:
                 self.drop(id)
 
 

@@ -37,7 +37,7 @@ HARMLESS = (
     "abort_draining",
     "evict",
     "reset",
-    "reset_reading",
+    "reset_awaited",
     "slow_transfer",
 )
 
@@ -138,8 +138,11 @@ class Rig:
         and then one of its blocks."""
         if not self.faults.spurious:
             return set()
-        pausing = [*self.scheduler._draining.values(), *self.scheduler._loading.values()]
-        blocks = [block for r in pausing for table in r.tables for block in table.blocks]
+        draining = self.scheduler._draining.values()
+        blocks = [block for r in draining for table in r.tables for block in table.blocks]
+        for r in self.scheduler._loading.values():  # what lies before what it loads, or all
+            end = self.rng.choice((r.committed, r.capacity)) // self.world.block_size
+            blocks += [b for first, held in r.tables for b in held[: max(0, end - first)]]
         if blocks and self.rng.random() < 0.3:
             self.injected["spurious"] += 1
             return {self.rng.choice(blocks)}

@@ -149,16 +149,21 @@ class Simulation:
             self._abort(list(self.scheduler.requests))
         if self.scheduler.loading and self.rig.strikes("abort_loading"):
             self._abort(list(self.scheduler._loading))
+        waiters = [r for waiters in self.scheduler.kv._parked.values() for r in waiters]
+        parked = [r.id for r in waiters if r.state is State.WAITING]
+        if parked and self.rig.strikes("abort_loading"):
+            self._abort(parked)
         if self.scheduler._draining and self.rig.strikes("abort_draining"):
             self._abort(list(self.scheduler._draining))
         if self.rig.strikes("evict"):
             self._evict()
         if self.rig.strikes("reset"):
             self._reset()
-        if any(t.tier for t in self.beside.transfers) and self.rig.strikes("reset_reading"):
+        awaited = parked or any(transfer.tier for transfer in self.beside.transfers)
+        if awaited and self.rig.strikes("reset_awaited"):
             self._reset()
         if self.rig.places and self.rig.strikes("tier_shared"):
-            rng.choice(self.rig.places).drop_for_others(rng)
+            rng.choice(self.rig.places).harm(rng)
 
     def _wait(self) -> None:
         """Nothing can happen now: then something is on its way, or something is wrong."""
@@ -355,7 +360,7 @@ class Simulation:
                 pool.unpublish(block)
         else:
             pool.drop(pool.take(pool.available))
-        while self.rig.tiers and rng.random() < 0.8 and self.manager._demote():
+        while self.rig.tiers and rng.random() < 0.85 and self.manager._demote():
             pass
         self._collect("evict")
 

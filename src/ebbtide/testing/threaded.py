@@ -143,7 +143,7 @@ class ThreadedSimulation:
             if rng.random() < self.world.faults.reset:
                 loop.reset()
             if self.rig.places and self.rig.strikes("tier_shared"):
-                rng.choice(self.rig.places).drop_for_others(rng)
+                rng.choice(self.rig.places).harm(rng)
         self.rig.faults = self.world.faults.lasting()
 
     def move(self, transfer: Transfer) -> TransferResult:

@@ -35,9 +35,11 @@ class Faults:
     them reports. bad_block, bad_slot: one turns to garbage; broken_block: always the same one.
     spurious: a sound block is reported as bad. poison: every step that samples for it fails.
     evict: other work takes all free blocks for a moment, so that KV has to come from below.
-    reset_reading: a reset while a tier is read from.
+    abort_loading: of a request that loads, or is parked. reset_awaited: while somebody is parked, or
+    a tier is read.
     tier_lost: it is done, but said to have failed. tier_corrupt: a read finds the chunk spoiled, or a
-    write is, and is found out when it is read. tier_shared: another process removes chunks.
+    write is, and is found out when it is read. tier_shared: another process removes
+    chunks, or writes bad ones.
     """
 
     load_fails: float = 0.0
@@ -55,7 +57,7 @@ class Faults:
     abort_draining: float = 0.0
     evict: float = 0.0
     reset: float = 0.0
-    reset_reading: float = 0.0
+    reset_awaited: float = 0.0
     tier_fails: float = 0.0
     tier_lost: float = 0.0
     tier_corrupt: float = 0.0
@@ -81,7 +83,7 @@ class Faults:
             "abort_draining": (0.1, 0.5),
             "evict": (0.05, 0.4),
             "reset": (0.005, 0.03),
-            "reset_reading": (0.02, 0.1),
+            "reset_awaited": (0.02, 0.1),
             "tier_fails": (0.05, 0.4),
             "tier_lost": (0.05, 0.4),
             "tier_corrupt": (0.05, 0.3),
@@ -174,7 +176,7 @@ class World:
         return World(
             groups=rng.choice(GROUPS),
             block_size=rng.choice((1, 2, 3, 4, 8)),
-            blocks_per_chunk=rng.choice((1, 1, 2, 3)),
+            blocks_per_chunk=rng.choice((1, 2, 3, 3) if tiers else (1, 1, 2, 3)),
             overlap=rng.choice((1, 2)),
             step_tokens_max=rng.choice((2, 5, 16, 64)),
             batch_max=rng.choice((1, 3, 6, 10)),
@@ -189,10 +191,10 @@ class World:
             requests=rng.choice((16, 28, 28) if tiers else (6, 16, 28)),
             waiting_max=rng.choice((3, 100, 100)),
             stops=rng.choice((0.0, 0.03)),
-            talkative=rng.random() < (0.1 if tiers else 0.3),
-            scattered=rng.random() < 0.3,
+            talkative=rng.random() < (0.15 if tiers else 0.35),
+            scattered=rng.random() < 0.5,
             repetitive=rng.random() < (0.6 if tiers else 0.3),
-            company_max=rng.choice((1, 4, 100)),
+            company_max=rng.choice((2, 6, 100, 100)),
             tiers=tiers,
             store_after=2 if rng.random() < 0.15 else 1,
             compute_s=rng.choice((None, 1.0, 3.0, 3.0)),
