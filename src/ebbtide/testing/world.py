@@ -94,7 +94,8 @@ class Faults:
         names = [f.name for f in fields(Faults)]
         if not has_tiers:
             names = [name for name in names if not name.startswith("tier_")]
-        evict = rng.uniform(0.03, 0.3) if has_tiers else 0.0  # so that the tiers' chunks are wanted
+        is_needed = has_tiers or rng.random() < 0.5  # so that what lies below is wanted
+        evict = rng.uniform(0.03, 0.3) if is_needed else 0.0
         kind = rng.randrange(8)
         if kind == 0:
             return Faults(evict=evict)
@@ -180,7 +181,7 @@ class World:
             overlap=rng.choice((1, 2)),
             step_tokens_max=rng.choice((2, 5, 16, 64)),
             batch_max=rng.choice((1, 3, 6, 10)),
-            sync_load_blocks_max=rng.choice((0, 3, 8, 100)),
+            sync_load_blocks_max=rng.choice((0, 3, 8, 8, 20, 100)),
             load_deadline_s=rng.choice((4.0, NEVER_S)),
             max_step_retries=rng.choice((0, 2, 3, 5)),
             fail_on_lost_kv=rng.random() < 0.2,
