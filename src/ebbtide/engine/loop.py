@@ -62,7 +62,7 @@ class EngineLoop:
         self._wake = threading.Condition()  # its lock guards the scheduler
         self._in_flight: deque[tuple[StepPlan, StepFuture]] = deque()
         self._untold: list[Output] = []  # outputs that the listener has not heard
-        self._closing = self._flushed = False
+        self._closing = self._flushed = self._over = False
         self._give_up_at = 0.0
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ebbtide-engine", daemon=True)
@@ -180,7 +180,7 @@ class EngineLoop:
             self._hand_out()
             if self._in_flight and (plan is None or len(self._in_flight) == self._overlap):
                 self._finish_step()
-            elif plan is None and self._closing and self._is_done():
+            elif self._over:
                 return
 
     def _decide(self) -> StepPlan | None:
@@ -197,13 +197,14 @@ class EngineLoop:
                 self._send_out()
                 self._untold += scheduler.take_outputs()
                 busy = plan is not None or self._untold or self._in_flight
-                if busy or (self._closing and self._is_done()):
+                self._over = not busy and self._closing and self._is_over()
+                if busy or self._over:
                     return plan
                 deadline = self._next_deadline()
                 self._wake.wait(None if deadline is None else max(0.001, deadline - now))
 
     def _take_in(self) -> None:
-        """What has come back from beside the steps. Holding the lock, like the next three."""
+        """What has come back from beside the steps. The lock is held, as for the next three."""
         transfers: list[TransferResult] = []
         for result in self._mover.take_results():
             if isinstance(result, JobResult):
@@ -227,8 +228,8 @@ class EngineLoop:
             times.append(self._give_up_at)
         return min((t for t in times if t is not None), default=None)
 
-    def _is_done(self) -> bool:
-        """Whether nothing is left that could still come back in time, nor anything to flush."""
+    def _is_over(self) -> bool:
+        """Whether nothing is left that could still come back in time. Flushes first, once nothing runs."""
         if time.monotonic() >= self._give_up_at:
             return True
         if self._scheduler.requests or self._scheduler.kv.transfers_in_flight:
