@@ -17,6 +17,7 @@ from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from ebbtide.errors import InputError
+from ebbtide.offload.tiers import registry
 from ebbtide.offload.tiers.base import Entry, Inventory, Result, Status, TierContext
 
 NO_MODEL = TierContext(bytes(32), mmap.PAGESIZE)  # chunks of every model are looked at
@@ -194,7 +195,7 @@ def _note(
 def _open(url: str, stack: ExitStack) -> Place:
     parts = urlsplit(url)
     path = unquote(parts.path)
-    url = _without_write(url)
+    url, _ = registry.take_setting(url, "write")
     if parts.scheme == "file":  # a file tier itself would begin to keep its directory in order
         from ebbtide.offload.tiers.file_inventory import open_inventory
 
@@ -206,21 +207,12 @@ def _open(url: str, stack: ExitStack) -> Place:
 
         if not Path(path).is_dir():  # the tier would make it
             raise InputError(f"there is no directory {path}")
-    from ebbtide.offload.tiers.registry import open_tier
-
     label = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    tier = open_tier(url, NO_MODEL)
+    tier = registry.open_tier(url, NO_MODEL)
     stack.callback(tier.close)
     if not isinstance(tier, Inventory):
         raise InputError(f"what is stored in {label} cannot be listed: its tier has no way to")
     return Place(label, tier)
-
-
-def _without_write(url: str) -> str:
-    """The setting ``write`` is the engine's, not the tier's."""
-    place, _, query = url.partition("?")
-    rest = "&".join(part for part in query.split("&") if part and not part.startswith("write="))
-    return f"{place}?{rest}" if rest else place
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import unquote_plus
 
 from ebbtide.core.ledger import COMPUTED, DEVICE, HOST
 from ebbtide.errors import InputError
@@ -16,13 +15,12 @@ from ebbtide.offload.below import Asked, Below, Hints, WritePolicy
 from ebbtide.offload.mover import DeviceMemory
 from ebbtide.offload.tier_moves import TierMover
 from ebbtide.offload.tiers.base import Tier, TierContext, TierStats
-from ebbtide.offload.tiers.registry import open_tier
+from ebbtide.offload.tiers.registry import open_tier, take_setting
 
 log = logging.getLogger(__name__)
 
 THREADS = 2  # per tier
 CLOSE_S = 10.0  # that tiers have to let go of what they hold
-WRITE = "write="
 TAKEN = (DEVICE, HOST, COMPUTED)  # other places that a prompt's KV comes from, in usage and metrics
 
 
@@ -48,7 +46,10 @@ class OpenTiers:
         below: list[Below] = []
         try:
             for url in urls:
-                url, policy = _without_write(url)
+                url, written = take_setting(url, "write")
+                policy = (
+                    WritePolicy.WRITE_THROUGH if written is None else WritePolicy.named(written)
+                )
                 tier = open_tier(url, context)
                 tiers.append(tier)
                 if tier.name in (*TAKEN, *(other.name for other in below)):
@@ -102,19 +103,8 @@ class OpenTiers:
 def _stats(tier: Tier) -> TierStats:
     try:
         stats = tier.stats()
-        assert isinstance(stats, TierStats), "its stats are none"
+        if not isinstance(stats, TierStats):
+            raise TypeError("its stats are none")
     except Exception as error:  # somebody else's code
         return TierStats(state=f"down: {type(error).__name__}: {error}")
     return stats
-
-
-def _without_write(url: str) -> tuple[str, WritePolicy]:
-    """Take the setting ``write`` out of a URL, whose other parts stay as they are: they are the tier's."""
-    place, _, query = url.partition("?")
-    parts = [part for part in query.split("&") if part]
-    given = [unquote_plus(part[len(WRITE) :]) for part in parts if part.startswith(WRITE)]
-    if len(given) > 1:
-        raise InputError("a tier's URL has the setting 'write' twice")
-    policy = WritePolicy.named(given[0]) if given else WritePolicy.WRITE_THROUGH
-    rest = "&".join(part for part in parts if not part.startswith(WRITE))
-    return (f"{place}?{rest}" if rest else place), policy

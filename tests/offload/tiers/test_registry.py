@@ -132,3 +132,18 @@ def test_what_an_opener_says_and_our_own_bugs_come_through(register: Register) -
     register("theirs", asserts)
     with pytest.raises(AssertionError, match="a bug"):
         registry.open_tier("theirs://x", context())
+
+
+@pytest.mark.parametrize(
+    ("url", "rest", "said"),
+    [
+        ("a://h/p", "a://h/p", None),
+        ("a://h/p?x=1&x=2", "a://h/p?x=1&x=2", None),
+        ("a:///p?write=off", "a:///p", "off"),
+        ("a:///p%20q?x=%26&write=on-evict&y", "a:///p%20q?x=%26&y", "on-evict"),
+        ("a://?write=", "a://", ""),
+        ("a://?rewrite=off", "a://?rewrite=off", None),
+    ],
+)
+def test_a_setting_is_taken_out_and_the_rest_stays_as_it_is(url: str, rest: str, said: str) -> None:
+    assert registry.take_setting(url, "write") == (rest, said)

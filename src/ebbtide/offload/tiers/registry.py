@@ -6,6 +6,7 @@ Messages have the scheme and no more of the URL, which may hold a password.
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
+from urllib.parse import unquote_plus
 
 from ebbtide.errors import InputError
 from ebbtide.offload.tiers.base import OpenTier, Tier, TierContext
@@ -47,6 +48,21 @@ def find(url: str) -> OpenTier:
             f"the tier for {scheme}:// is in {point.value}, which cannot be called to open one"
         )
     return opener
+
+
+def take_setting(url: str, name: str) -> tuple[str, str | None]:
+    """Take a setting that is not the tier's out of its URL, whose other parts stay as they are.
+
+    Returns the URL, and what the setting says, None where it is not given. Raises InputError where it
+    is given twice.
+    """
+    place, _, query = url.partition("?")
+    parts = [part for part in query.split("&") if part]
+    given = [unquote_plus(part[len(name) + 1 :]) for part in parts if part.startswith(f"{name}=")]
+    if len(given) > 1:
+        raise InputError(f"a tier's URL has the setting {name!r} twice")
+    rest = "&".join(part for part in parts if not part.startswith(f"{name}="))
+    return (f"{place}?{rest}" if rest else place), given[0] if given else None
 
 
 def _scheme(url: str) -> str:
