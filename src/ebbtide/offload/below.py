@@ -11,6 +11,7 @@ each comes back once. What keeps a key's jobs from crossing each other:
 from __future__ import annotations
 
 import enum
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from typing import NamedTuple, Protocol
 
 from ebbtide.errors import InputError
 from ebbtide.offload.tiers.base import Result, Status
+
+log = logging.getLogger(__name__)
 
 BARRED_MAX = 1 << 16
 HINTS_MAX = 1 << 18
@@ -82,12 +85,16 @@ class Asked:
 
     def __init__(self, lookup: Callable[[Sequence[bytes]], list[bool]]) -> None:
         self._lookup = lookup
+        self._has_failed = False
 
     def __contains__(self, key: bytes) -> bool:
         try:
             (there,) = self._lookup([key])
             return bool(there)
         except Exception:  # somebody else's code, on the engine's thread
+            if not self._has_failed:
+                log.exception("a lookup failed, which counts as a miss; it is said only once")
+            self._has_failed = True
             return False
 
     def add(self, key: bytes) -> None: ...

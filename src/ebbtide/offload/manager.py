@@ -301,19 +301,13 @@ class OffloadManager:
                 self._evict(job.key, job.slot)
         self.slots.unpin(job.slot)
 
-    def flush(self) -> int:
-        """Write all that the tiers below lack, the most useful first; for a host tier that is to end.
-
-        Returns how many writes that takes.
-        """
-        count = 0
+    def flush(self) -> None:
+        """Write all that the tiers below lack, the most useful first; for a host tier that is to end."""
         for key in self.slots.best_first():
             slot = self.slots.slot_of(key)
             for tier in self.below:
                 if slot is not None and tier.wants(key) and tier.write(key, slot, bounded=False):
                     self.slots.pin(key)
-                    count += 1
-        return count
 
     @property
     def uncleared(self) -> list[str]:

@@ -102,8 +102,10 @@ class TierMover:
         start = self._clock()
         try:
             results = question()
-            assert len(results) == count, f"{len(results)} results for {count} keys"
-            assert all(isinstance(result, Result) for result in results), "these are no results"
+            if len(results) != count:
+                raise TypeError(f"{len(results)} results for {count} keys")
+            if not all(isinstance(result, Result) for result in results):
+                raise TypeError("these are no results")
         except Exception as error:
             results = [Result(Status.FAILED, f"{type(error).__name__}: {error}")] * count
         return results, (self._clock() - start) / count
