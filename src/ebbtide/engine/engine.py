@@ -16,7 +16,7 @@ from ebbtide.engine.lookups import Chunking, Lookups
 from ebbtide.engine.loop import EngineLoop
 from ebbtide.engine.output import EngineStats, TierFigures
 from ebbtide.engine.streams import Sink, Streams, check_token_ids, resolve
-from ebbtide.engine.tiers import OpenTiers
+from ebbtide.engine.tiers import THREADS, OpenTiers
 from ebbtide.errors import InputError, readable_bytes
 from ebbtide.offload.arena import Arena, slot_bytes_for
 from ebbtide.offload.below import Below
@@ -72,10 +72,11 @@ class Engine:
         num_blocks = _num_blocks(config, layout, device)
         memory = KVMemory(layout, num_blocks, device)
         arena = _arena(config, layout)
+        slots = HostSlots(arena.num_slots, make_policy(config.host_policy, arena.num_slots))
         settings = _scheduler_config(config, checkpoint, layout, num_blocks, self.max_length)
         self._tiers = OpenTiers.open(config.tiers, settings.namespace, arena)
         self._offload = OffloadManager(
-            HostSlots(arena.num_slots, make_policy(config.host_policy, arena.num_slots)),
+            slots,
             config.blocks_per_chunk,
             len(layout.groups),
             below=self._tiers.below,
@@ -87,6 +88,7 @@ class Engine:
             lambda transfer: move(transfer, arena, memory),
             lambda: self._loop.wake(),
             self._tiers.movers(arena, memory),
+            threads=THREADS,
         )
         self._streams = Streams(self.tokenizer, flush)
         self._loop = EngineLoop(
@@ -96,26 +98,24 @@ class Engine:
             mover,
             self._streams.listen,
         )
-        if self._tiers.slow:
-            self._loop.lookups = Lookups(
-                self._tiers.slow,
-                Chunking(
-                    settings.namespace,
-                    config.block_size,
-                    config.blocks_per_chunk,
-                    len(layout.groups),
-                ),
-                config.lookup_deadline_s,
-                self._loop.found,
-                self._loop.ready,
-            )
-        for tier in self._tiers.below:
-            tier.try_out()
+        self._loop.lookups = self._lookups(settings)
         self._names = itertools.count(1)
         gc.collect()
         gc.freeze()  # the model's objects stay: spare the collector their scan
+        for tier in self._tiers.below:
+            tier.try_out()
         self._loop.start()
         self._loop.wait_for_jobs(TRY_S)
+
+    def _lookups(self, settings: SchedulerConfig) -> Lookups | None:
+        """What asks the tiers that take time for an answer, where there are such."""
+        if not self._tiers.slow:
+            return None
+        per_chunk, num_groups = self.config.blocks_per_chunk, len(settings.groups)
+        chunking = Chunking(settings.namespace, settings.block_size, per_chunk, num_groups)
+        deadline_s = self.config.lookup_deadline_s
+        loop = self._loop
+        return Lookups(self._tiers.slow, chunking, deadline_s, loop.found, loop.ready)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt. Raises InputError for an empty one or for ids out of range."""
