@@ -76,6 +76,7 @@ class Harness:
         self.heard: list[Output] = []
         self.requests: dict[str, Request] = {}
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.held: set[str] = set()  # requests that are not ready
         self.steps: Counter[str] = Counter()  # that returned, per request
         self._sync_loads = 0
 
@@ -99,6 +100,8 @@ class Harness:
             repetition=repetition,
         )
         self.scheduler.add(name, prompt, params, **options)
+        if options.get("held"):
+            self.held.add(name)
         self.asked[name] = (prompt, params)
         self.requests[name] = self.scheduler.requests[name]
         self._after()
@@ -175,6 +178,11 @@ class Harness:
 
     def end(self, name: str, reason: FinishReason = FinishReason.ABORT) -> None:
         self.scheduler.end(name, reason)
+        self._after()
+
+    def ready(self, name: str) -> None:
+        self.held.discard(name)
+        self.scheduler.ready(name)
         self._after()
 
     def preempt(self, name: str) -> None:
@@ -304,6 +312,6 @@ class Harness:
                 self.stored.append(transfer)
         plans = list(self.plans)
         transfers = [*self.moving.values(), *(load for plan in plans for load in plan.loads)]
-        invariants.check_requests(self.scheduler, plans)
+        invariants.check_requests(self.scheduler, plans, self.held)
         invariants.check_blocks(self.scheduler, plans, transfers)
         invariants.check_host(self.manager, transfers)

@@ -171,6 +171,26 @@ def test_corrupt_load_is_noticed_by_the_step_that_reads_it(overlap: int, groups:
     h.check_drained()
 
 
+@both
+@one_and_two_groups
+def test_loads_that_are_given_up_are_no_loss(overlap: int, groups: Groups) -> None:
+    h = Harness(overlap=overlap, groups=groups)
+    h.warm("a", PROMPT, device=False)
+    request = h.add("b", PROMPT, fail_on_lost_kv=True)
+    h.fill()
+    first, *others = h.loads
+    h.scheduler.give_up([first.id])
+    assert (h.state("b"), request.losses) == (State.WAITING, 0)
+    in_use = h.scheduler.kv.pool.num_blocks - h.scheduler.kv.pool.available
+    assert in_use == 1 + len(others)  # until they have returned
+    h.fill()
+    assert h.state("b") is State.LOADING
+    h.move(first, error="late and wrong")
+    h.run()
+    assert h.finish("b") is FinishReason.LENGTH
+    h.check_drained()
+
+
 # --- blocks that turn out bad --------------------------------------------------------------
 
 

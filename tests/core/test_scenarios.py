@@ -107,6 +107,24 @@ def test_a_parked_request_does_not_hold_up_those_behind_it(overlap: int) -> None
 
 
 @both
+def test_a_held_request_holds_up_nobody_and_starts_when_it_is_ready(overlap: int) -> None:
+    h = Harness(overlap=overlap)
+    h.add("held", tokens(9), held=True)
+    h.add("gone", tokens(9), held=True)
+    assert h.schedule() is None
+    h.add("other", tokens(5, start=9))
+    h.end("gone")
+    h.run(until=lambda: h.finish("other") is not None)
+    assert h.state("held") is State.WAITING
+    h.ready("gone")  # it was about to start
+    h.ready("held")
+    h.run()
+    assert h.finish("gone") is FinishReason.ABORT
+    assert len(h.output("held")) == 4
+    h.check_drained()
+
+
+@both
 def test_the_producer_is_aborted_and_its_waiters_go_on(overlap: int) -> None:
     h = Harness(overlap=overlap, step_tokens_max=8)
     h.add("a", tokens(30))

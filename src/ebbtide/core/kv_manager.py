@@ -145,7 +145,7 @@ class KVManager:
         self, request: Request, runs: Sequence[tuple[int, int, Sequence[int]]]
     ) -> tuple[list[Transfer], dict[int, Source]]:
         """Start filling the runs (group, index, blocks). Also says where each block index comes from;
-        where several groups load it, the farthest tier counts."""
+        where several groups load it, a tier below the host tier counts."""
         started: list[Transfer] = []
         sources: dict[int, Source] = {}
         if not runs:
