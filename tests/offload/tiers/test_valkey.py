@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import valkey
+from tests.offload.tiers.damage import flip, when_listed, when_read
 from tests.offload.tiers.servers import Process, free_ports, redis_server
 
 from ebbtide.errors import InputError
@@ -290,16 +291,7 @@ class TestInventory:
             assert tier.remove([entry]) == [OK]
             tier.close()
 
-    @pytest.mark.parametrize(
-        ("damage", "says"),
-        [
-            (lambda value: _flip(value), "checksum"),
-            (lambda value: value[:-1], "bytes"),
-            (lambda value: value[:5], "header has 5"),
-            (lambda value: b"", "header has 0"),
-            (lambda value: value + b"x", "bytes"),
-        ],
-    )
+    @when_listed
     def test_what_is_damaged_is_found_and_left(self, tier, server, damage, says) -> None:
         name = stored(tier, server, Chunk(1))
         client(server).set(name, damage(client(server).get(name)))
@@ -333,22 +325,8 @@ class TestInventory:
         assert [result.status for result in tier.remove([entry] * 2)] == [Status.FAILED] * 2
 
 
-def _flip(value: bytes) -> bytes:
-    return value[:-1] + bytes([value[-1] ^ 1])
-
-
 class TestBadValues:
-    @pytest.mark.parametrize(
-        ("damage", "says"),
-        [
-            (_flip, "checksum"),
-            (lambda value: b"\0" * len(value), "not a chunk"),
-            (lambda value: value[:-1], "bytes"),
-            (lambda value: value[:5], "bytes"),
-            (lambda value: value + b"x", "bytes"),
-            (lambda value: value * 5000, "bytes"),
-        ],
-    )
+    @when_read
     def test_a_damaged_value_is_found_and_dropped(self, tier, server, damage, says) -> None:
         good, bad = Chunk(1), Chunk(2)
         name = stored(tier, server, bad)
@@ -388,7 +366,7 @@ class TestBadValues:
         assert result.status is (Status.CORRUPT if kept > 4000 else Status.MISSING)
         assert tier.lookup([Chunk(1).key]) == [False]
 
-    @pytest.mark.parametrize("damage", [_flip, lambda value: value + b"x", lambda value: value * 9])
+    @pytest.mark.parametrize("damage", [flip, lambda value: value + b"x", lambda value: value * 9])
     def test_a_value_in_pieces_that_was_altered(self, tier, server, monkeypatch, damage) -> None:
         monkeypatch.setattr(module, "PIECE_BYTES", 1000)
         name = stored(tier, server, Chunk(1))
