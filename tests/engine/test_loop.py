@@ -135,7 +135,7 @@ def test_add_is_all_or_nothing_and_a_full_queue_says_so() -> None:
         loop.add([("first", prompt(1), params(2))])
         time.sleep(0.05)
         with pytest.raises(QueueFull, match="3 requests are waiting"):
-            loop.add([(f"b{number}", prompt(number), params(2)) for number in range(5)])
+            loop.add((f"b{number}", prompt(number), params(2)) for number in range(5))
         gate.set()
         heard.wait("first")
     assert {name: end.finish for name, end in heard.ends.items() if name != "first"} == {
@@ -237,3 +237,10 @@ def test_a_reset_wakes_requests_that_waited_for_what_it_forgot() -> None:
         release.set()
         heard.wait("loads")
     assert heard.tokens["loads"] == heard.tokens["parked"] == expected(1, 4, 60)
+
+
+def test_requests_may_come_from_any_iterable() -> None:
+    with running(heard := Heard()) as loop:
+        loop.add((f"a{number}", prompt(number), params(3)) for number in range(3))
+        heard.wait("a0", "a1", "a2")
+    assert [heard.tokens[f"a{number}"] for number in range(3)] == [expected(n, 3) for n in range(3)]

@@ -74,13 +74,14 @@ class EngineLoop:
 
     def add(
         self,
-        requests: Sequence[tuple[str, list[int], SamplingParams]],
+        requests: Iterable[tuple[str, list[int], SamplingParams]],
         *,
         cache_salt: str = "",
         **options: Any,
     ) -> None:
         """Queue requests, all or none. Where tiers are looked up, their prompts must be the same one.
         Raises InputError, QueueFull, EngineStopped."""
+        requests = list(requests)
         with self._wake:
             self._check()
             names = [request_id for request_id, _, _ in requests]
