@@ -105,7 +105,7 @@ class Faults:
         is_load = transfer.direction is Direction.LOAD
         if dice.strikes("slow"):
             time.sleep(random.Random(transfer.id).uniform(0, SLOW_S))
-        beside = threading.current_thread().name == "ebbtide-mover"
+        beside = threading.current_thread().name.startswith("ebbtide-mover")
         if is_load and beside and dice.strikes("load_late"):
             time.sleep(self._late_s)
         if is_load and dice.strikes("load_error"):
