@@ -1,9 +1,11 @@
-"""Time to first token of a long turn: computing its KV, against loading it from the host tier.
+"""Time to first token of a long turn: computing its KV, against loading it from the host tier or a disk.
 
-    python benchmarks/bench_host.py [--tokens 1000] [--rounds 7] [--json FILE]
+    python benchmarks/bench_host.py [--tokens 1000] [--rounds 5] [--disk FOLDER] [--json FILE]
 
 Each round computes a fresh prompt, floods the device pool with other prompts until nothing of it is
-left there, and sends the prompt again: now its KV comes from the host tier. Ratios are per round.
+left there, and sends the prompt again: now its KV comes from the host tier, whose memory is all in use
+before. With a folder on a disk, an engine that keeps its KV there computes the prompts, is closed, and the
+next one gets them, too. Ratios are per round.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -33,67 +36,79 @@ def ttft(llm: LLM, prompt: list[int]) -> tuple[float, dict[str, int]]:
     seconds = time.perf_counter() - start
     usage = done.usage
     assert usage is not None
-    return seconds, {"device": usage.device, "host": usage.host, "computed": usage.computed}
+    return seconds, {"host": usage.host, "computed": usage.computed, **usage.tiers}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--chunk", type=int, default=EngineConfig().blocks_per_chunk)
+    parser.add_argument("--disk", type=Path, metavar="FOLDER")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rng = random.Random(1)
-    results = []
-    with LLM(
-        dtype=args.dtype,
-        blocks_per_chunk=args.chunk,
-        kv_bytes=64 * MIB,
-        host_bytes=1024 * MIB,
-        max_length=4096,
-    ) as llm:
-        pool_tokens = llm.stats().kv_blocks * EngineConfig().block_size
-
-        def fresh(length: int) -> list[int]:
-            return [rng.randrange(1000, 40_000) for _ in range(length)]
-
-        ttft(llm, fresh(args.tokens))  # warm up
-        for _ in track(range(args.rounds), description="rounds", transient=True):
-            prompt = fresh(args.tokens)
-            compute_s, computed = ttft(llm, prompt)
-            for _ in range(-(-pool_tokens // args.tokens) + 1):
-                ttft(llm, fresh(args.tokens))
-            load_s, loaded = ttft(llm, prompt)
-            assert computed["computed"] == args.tokens, computed
-            assert loaded["host"] >= args.tokens * 0.9, loaded
-            results.append({"compute_s": compute_s, "load_s": load_s, **loaded})
+    prompts = [fresh(rng, args.tokens) for _ in range(args.rounds)]
+    with start(args) as llm:
+        while llm.stats().host_slots_in_use < llm.stats().host_slots:
+            ttft(llm, fresh(rng, args.tokens))
+        results = [round_in_host(llm, rng, prompt) for prompt in track(prompts, transient=True)]
+    if args.disk:
+        with tempfile.TemporaryDirectory(prefix="ebbtide-bench-", dir=args.disk) as folder:
+            with start(args, f"file://{folder}?size=16GiB") as llm:
+                llm.generate(prompts, FIRST)
+            with start(args, f"file://{folder}?size=16GiB") as llm:
+                ttft(llm, fresh(rng, args.tokens))  # warm up
+                for prompt, result in zip(prompts, results, strict=True):
+                    result["from disk"], sources = ttft(llm, prompt)
+                    assert sources["file"] >= args.tokens * 0.9, sources
     report(results, args.tokens)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2))
 
 
+def start(args: argparse.Namespace, *tiers: str) -> LLM:
+    return LLM(
+        dtype=args.dtype,
+        blocks_per_chunk=args.chunk,
+        kv_bytes=64 * MIB,
+        host_bytes=512 * MIB,
+        max_length=4096,
+        tiers=tiers,
+    )
+
+
+def fresh(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(1000, 40_000) for _ in range(length)]
+
+
+def round_in_host(llm: LLM, rng: random.Random, prompt: list[int]) -> dict[str, float]:
+    length = len(prompt)
+    pool_tokens = llm.stats().kv_blocks * EngineConfig().block_size
+    compute_s, computed = ttft(llm, prompt)
+    for _ in range(-(-pool_tokens // length) + 1):
+        ttft(llm, fresh(rng, length))
+    load_s, loaded = ttft(llm, prompt)
+    assert computed["computed"] == length, computed
+    assert loaded["host"] >= length * 0.9, loaded
+    return {"computed": compute_s, "from host": load_s, "rest": loaded["computed"]}
+
+
 def report(results: list[dict[str, float]], tokens: int) -> None:
     table = Table(title=f"Time to first token, prompt of {tokens:,} tokens", title_justify="left")
-    for column in ("", "median", "min", "max"):
+    for column in ("", "median", "min", "max", "ratio"):
         table.add_column(column, justify="right" if column else "left")
-    rows = {
-        "computed": [r["compute_s"] * 1000 for r in results],
-        "from host": [r["load_s"] * 1000 for r in results],
-    }
-    for name, values in rows.items():
+    for name in results[0]:
+        if name == "rest":
+            continue
+        values = [1000 * result[name] for result in results]
         figures = (statistics.median(values), min(values), max(values))
-        table.add_row(name, *(f"{value:,.1f} ms" for value in figures))
-    ratios = [r["compute_s"] / r["load_s"] for r in results]
-    figures = (statistics.median(ratios), min(ratios), max(ratios))
-    table.add_row("ratio", *(f"{value:.1f}x" for value in figures))
+        ratio = statistics.median(result["computed"] / result[name] for result in results)
+        table.add_row(name, *(f"{value:,.1f} ms" for value in figures), f"{ratio:.1f}x")
     console = Console()
     console.print(table)
-    last = results[-1]
-    console.print(
-        f"of the second turn's tokens {last['host']:.0f} came from host memory, "
-        f"{last['computed']:.0f} were computed"
-    )
+    console.print(f"Where it was loaded, {results[-1]['rest']:.0f} tokens were still computed.")
 
 
 if __name__ == "__main__":

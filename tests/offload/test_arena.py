@@ -58,6 +58,19 @@ def test_memory_is_in_huge_pages_and_not_shared_with_children() -> None:
     assert "sh" not in flags
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says so")
+def test_the_first_slots_can_be_taken_from_the_system_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ebbtide.offload.arena.WARM_BYTES", 8 << 20)
+    arena = Arena(16, 1, 1 << 20)
+    arena.slot(3, 0, 1)[:] = 7
+    assert resident_kib_at(arena.slot(0, 0, 1).ctypes.data) < 8 << 10
+    arena.warm().join()
+    assert resident_kib_at(arena.slot(0, 0, 1).ctypes.data) == 8 << 10
+    assert arena.slots([3, 4])[:, 0].tolist() == [7, 0]
+
+
 FORK = """
 import gc, os
 from ebbtide.offload.arena import Arena
@@ -83,12 +96,20 @@ def test_a_forked_child_that_collects_garbage_keeps_its_memory() -> None:
 
 
 def flags_at(address: int) -> list[str]:
-    """VmFlags of the mapping: see proc(5)."""
+    return said_of(address, "VmFlags")
+
+
+def resident_kib_at(address: int) -> int:
+    return int(said_of(address, "Rss")[0])
+
+
+def said_of(address: int, field: str) -> list[str]:
+    """What proc(5) says of the mapping."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
         if span:
             inside = int(span[1], 16) <= address < int(span[2], 16)
-        elif inside and line.startswith("VmFlags:"):
+        elif inside and line.startswith(f"{field}:"):
             return line.split()[1:]
     raise AssertionError("the address is not mapped")

@@ -339,7 +339,9 @@ def _arena(config: EngineConfig, layout: KVLayout) -> Arena:
             f"{readable_bytes(slot_bytes)}: give it more, or 0 to turn it off",
             "host_bytes",
         )
-    return Arena(config.host_bytes // slot_bytes, config.blocks_per_chunk, layout.block_bytes)
+    arena = Arena(config.host_bytes // slot_bytes, config.blocks_per_chunk, layout.block_bytes)
+    arena.warm()
+    return arena
 
 
 def _scheduler_config(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,7 +15,9 @@ import numpy.typing as npt
 
 from ebbtide.errors import InputError
 
-MADV_HUGEPAGE, MADV_WIPEONFORK = 14, 18  # madvise(2); the module mmap need not name them
+# madvise(2); the module mmap need not name them
+MADV_HUGEPAGE, MADV_WIPEONFORK, MADV_POPULATE_WRITE = 14, 18, 23
+WARM_BYTES = 256 << 20
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -76,6 +80,18 @@ class Arena:
             ) from error
         self._slots = np.frombuffer(memory, np.uint8).reshape(-1, stride)
 
+    def warm(self) -> threading.Thread:
+        """Take the pages of the first slots from the system, ``WARM_BYTES`` of them, on a thread beside.
+
+        The first use of a page can cost more than all that is then done with it: on a virtual machine
+        whose host gives memory late, a chunk of 1.4 MiB was read from disk in 3.2 ms the first time, then
+        in 0.7. Content stays. Where the system cannot be asked, pages come when they are used.
+        """
+        first = self._slots[: WARM_BYTES // self._slots.shape[1]]
+        thread = threading.Thread(target=_populate, args=[first], name="ebbtide-arena", daemon=True)
+        thread.start()
+        return thread
+
     def slot(self, number: int, offset: int, count: int) -> Bytes:
         """Writable view of ``count`` blocks of a slot, from its block ``offset`` on."""
         start = offset * self.block_bytes
@@ -89,3 +105,9 @@ class Arena:
     def slots(self, numbers: Sequence[int]) -> Bytes:
         """A copy of whole chunks, [slot, bytes]: for inspection."""
         return self._slots[list(numbers), : self.blocks_per_chunk * self.block_bytes]
+
+
+def _populate(memory: Bytes) -> None:
+    if sys.platform == "linux":  # ctypes lets other threads run meanwhile
+        address, size = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)
+        ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_WRITE)
