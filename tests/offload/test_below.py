@@ -197,3 +197,24 @@ def test_what_a_tier_that_stalls_was_to_bring_is_given_up_once() -> None:
     assert manager.next_deadline() is None
     manager.finished(TransferResult(second, seconds=5.0))
     assert manager.slots.in_use == 1  # the first one's: nobody expects the other
+
+
+def test_what_is_called_back_is_found_again_and_makes_a_silent_tier_a_slow_one() -> None:
+    chain = [bytes([n]) * 32 for n in range(2)]
+    below = tier(*(chunk_key(digest, 0) for digest in chain))
+    manager = OffloadManager(HostSlots(2), 1, below=[below])
+    manager.computed(1, 0.01)
+    manager.tick(0.0)
+    ((first, second),) = manager.load(chain, [(0, 0, [5, 6])])
+    manager.tick(3.0)
+    assert manager.take_abandoned() == manager.take_given_up() == [first.id, second.id]
+    assert manager.take_abandoned() == []
+    manager.finished(TransferResult(second, "called back", tried=False))
+    assert below.has(second.key)
+    assert not below.has(first.key)
+    assert below.chunk_seconds is None  # the other read will tell
+    manager.finished(TransferResult(first, "called back", tried=False))
+    assert below.chunk_seconds == 3.0
+    assert not manager.has(0, chain, 0)  # it is there, and does not pay
+    assert manager.take_jobs() == []  # nothing is wrong with it
+    assert (manager.slots.in_use, below.counters.read_failed) == (0, 0)

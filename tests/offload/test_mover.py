@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from ebbtide.core.plan import Direction, Transfer, TransferResult
 from ebbtide.offload.arena import Arena
+from ebbtide.offload.below import Job, JobResult
 from ebbtide.offload.mover import Mover, move
+from ebbtide.offload.tiers.base import Result, Status
 
 BLOCK_BYTES = 64
 
@@ -122,6 +125,42 @@ def test_every_transfer_comes_back_exactly_once(seed: int) -> None:
         )
         assert result.error == expected
     assert all(notified.acquire(timeout=5) for _ in range(200))
+    assert mover.take_results() == []
+
+
+class Slow:
+    """A tier's hands that wait for ``gate`` before each read."""
+
+    def __init__(self) -> None:
+        self.gate, self.began = threading.Event(), threading.Semaphore(0)
+
+    def read(self, transfers: Sequence[Transfer]) -> list[TransferResult]:
+        self.began.release()
+        assert self.gate.wait(20)
+        return [TransferResult(t) for t in transfers]
+
+    def do(self, jobs: Sequence[Job]) -> list[JobResult]:
+        return [JobResult(job, Result(Status.OK)) for job in jobs]
+
+
+def test_loads_that_have_not_begun_can_be_called_back() -> None:
+    slow, notified = Slow(), threading.Semaphore(0)
+    mover = Mover(lambda t: TransferResult(t), notified.release, {"slow": slow}, threads=1, batch=2)
+    mover.submit([transfer(0)._replace(tier="slow")])
+    assert slow.began.acquire(timeout=20)
+    mover.submit(transfer(number)._replace(tier="slow") for number in (1, 2, 3))
+    assert not mover.has_results
+    mover.call_back([0, 1, 3, 7])
+    assert mover.has_results
+    back = drain(mover, 2)
+    assert [(r.transfer.id, bool(r.error), r.tried) for r in back] == [
+        (1, True, False),
+        (3, True, False),
+    ]
+    slow.gate.set()
+    rest = drain(mover, 2)
+    assert [(r.transfer.id, r.error, r.tried) for r in rest] == [(0, "", True), (2, "", True)]
+    mover.close()
     assert mover.take_results() == []
 
 

@@ -79,12 +79,14 @@ NO_SLOT = -1
 class TransferResult(NamedTuple):
     """How a transfer ended. ``error`` is empty where it succeeded.
 
-    ``seconds``: that the tier took to read the chunk; 0 where it was not measured.
+    ``seconds``: that the tier took to read the chunk; 0 where it was not measured. ``tried``: False for a
+    load that was called back before it began, since nobody waited for it any more.
     """
 
     transfer: Transfer
     error: str = ""
     seconds: float = 0.0
+    tried: bool = True
 
 
 class TokenLogprob(NamedTuple):

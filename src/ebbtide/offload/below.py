@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -161,7 +161,7 @@ class Below:
         self._writing: set[bytes] = set()
         self._deleting: set[bytes] = set()
         self._barred: OrderedDict[bytes, None] = OrderedDict()
-        self._late: set[bytes] = set()  # read under way, which nobody waits for any more
+        self._late = Counter[bytes]()  # reads under way that nobody waits for any more
         self._uncleared = False  # it is to be empty, and is not known to be
         self._clearing = self._clear_again = False
         self._clear_at = 0.0
@@ -247,7 +247,7 @@ class Below:
 
     def was_read(self, key: bytes, error: str, seconds: float) -> None:
         self._reads -= 1
-        self._late.discard(key)
+        self._late.pop(key, None)
         self._progress_at = self._now
         before = self.chunk_seconds
         if seconds and (not error or before is None or seconds > before):
@@ -258,9 +258,18 @@ class Below:
         else:
             self.counters.read_ok += 1
 
+    def called_back(self, key: bytes) -> None:
+        """The chunk's read will not begin. Where none is left that could tell how slow the tier is, it is
+        as slow as it was silent."""
+        self._reads -= 1
+        self._late -= Counter([key])
+        silent = self._now - self._progress_at
+        if not self._reads and silent > (self.chunk_seconds or 0.0):
+            self.chunk_seconds = silent
+
     def late(self, key: bytes) -> None:
         """The chunk's read takes too long: it is not to be found until that has returned."""
-        self._late.add(key)
+        self._late[key] += 1
 
     # --- writes and deletes ----------------------------------------------------------------
 

@@ -86,6 +86,7 @@ class OffloadManager:
         self._progress: dict[tuple[str, int], _Progress] = {}  # by owner and group
         self._awaited: dict[int, Transfer] = {}  # loads from below
         self._given_up: list[int] = []
+        self._abandoned: list[int] = []
         self._leaving: dict[int, int] = {}  # slots that are free when so many writes are done
         self._on_evict = [tier for tier in below if tier.policy is WritePolicy.ON_EVICT]
         self._spare = min(32, slots.num_slots // 8) if self._on_evict else 0  # slots to keep free
@@ -190,7 +191,7 @@ class OffloadManager:
                 self.slots.touch(self._key(group, chain, chunk))
 
     def finished(self, result: TransferResult) -> None:
-        transfer, error, seconds = result
+        transfer, error, seconds, tried = result
         counters, slots, key = self.counters, self.slots, transfer.key
         if transfer.direction is Direction.STORE:
             self._stores -= 1
@@ -206,7 +207,10 @@ class OffloadManager:
         if transfer.tier:
             self._awaited.pop(transfer.id, None)
             tier = self._tier(transfer.tier)
-            tier.was_read(key, error, seconds)
+            if tried:
+                tier.was_read(key, error, seconds)
+            else:
+                tier.called_back(key)
             if transfer.slot != NO_SLOT:
                 slots.filled(transfer.slot, good=not error)
                 self._cascade(key, transfer.slot, self.below[: self.below.index(tier)])
@@ -218,6 +222,7 @@ class OffloadManager:
     def abandon(self, transfer: Transfer) -> None:
         if transfer.tier:
             self._awaited.pop(transfer.id, None)
+            self._abandoned.append(transfer.id)
             self._tier(transfer.tier).late(transfer.key)
         if self.slots.slot_of(transfer.key) == transfer.slot:
             self.slots.drop(transfer.key)
@@ -267,6 +272,11 @@ class OffloadManager:
         """Loads from a tier that stalls: those who wait for them are to go on without."""
         given_up, self._given_up = self._given_up, []
         return given_up
+
+    def take_abandoned(self) -> list[int]:
+        """Loads from tiers that nobody waits for any more: those that have not begun need not begin."""
+        abandoned, self._abandoned = self._abandoned, []
+        return abandoned
 
     def found(self, name: str, keys: Sequence[bytes]) -> None:
         """A lookup in the tier of this name has found these chunks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ebbtide.core.plan import Direction, Transfer, TransferResult
@@ -82,6 +82,15 @@ class _Lane:
                 return
         self._deliver([_failed(item, "the mover is closed")])
 
+    def call_back(self, loads: Collection[int]) -> None:
+        with self._changed:
+            reads = [item for item in self._queues[READ] if isinstance(item, Transfer)]
+            back = [item for item in reads if item.id in loads]
+            for item in back:
+                self._queues[READ].remove(item)
+        if back:
+            self._deliver([TransferResult(item, CALLED_BACK, tried=False) for item in back])
+
     def close(self, until: float | None) -> None:
         with self._changed:
             self._closing = True
@@ -123,6 +132,7 @@ class _Lane:
 
 
 READ, CHANGE, WRITE = range(3)
+CALLED_BACK = "nobody waits for it any more"
 
 
 def _rank(item: Item) -> int:
@@ -161,6 +171,16 @@ class Mover:
         """Queue transfers and jobs. After ``close`` they come back at once, as failed."""
         for item in items:
             self._lanes[item.tier].submit(item)
+
+    def call_back(self, loads: Collection[int]) -> None:
+        """Those of these loads from tiers that have not begun come back at once, untried."""
+        if loads:
+            for lane in self._lanes.values():
+                lane.call_back(loads)
+
+    @property
+    def has_results(self) -> bool:
+        return bool(self._results)
 
     def take_results(self) -> list[Outcome]:
         """Results that have come in since the last call."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ebbtide.core.plan import Transfer, TransferResult
 from ebbtide.engine.lookups import Chunking
 from ebbtide.offload.below import Job, JobResult
+from ebbtide.offload.mover import CALLED_BACK
 from ebbtide.testing.rig import Rig
 from ebbtide.testing.world import World
 
@@ -71,6 +72,18 @@ class Beside:
             elif isinstance(item, Transfer) and item.tier:
                 wait_s = self._rng.choice((0.0, 4.0))
             self.moving.append(Moving(item, now + wait_s))
+
+    def call_back(self, loads: Sequence[int], now: float) -> list[Transfer]:
+        """Of those loads, most that have not begun come back untried."""
+        back = []
+        for moving in self.moving:
+            item = moving.item
+            is_one = isinstance(item, Transfer) and item.id in loads and moving.result is None
+            if is_one and self._rng.random() < 0.7:
+                moving.result = TransferResult(item, CALLED_BACK, tried=False)
+                moving.not_before = now
+                back.append(item)
+        return back
 
     def look_up(self, request_id: str, prompt: Sequence[int], salt: str, now: float) -> bool:
         """Ask the tiers that take time. Whether the request is to wait for their answers."""

@@ -349,7 +349,7 @@ class Rules:
 
     def after_transfer(self, result: TransferResult) -> None:
         transfer, request = result.transfer, self._waiter
-        if result.error and transfer.direction is Direction.LOAD:
+        if result.error and result.tried and transfer.direction is Direction.LOAD:
             assert not self._finds(transfer), f"{transfer} failed, and is still found"
         if request is not None and self._last:
             failed = self._failed_loads.pop(request, None)

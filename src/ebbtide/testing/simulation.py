@@ -390,6 +390,8 @@ class Simulation:
         self.rules.started(transfers)
         self.tier_rules.started(transfers, jobs)
         self.beside.start([*transfers, *jobs], self.now)
+        back = self.beside.call_back(self.manager.take_abandoned(), self.now)
+        self.probes.count("tier: a load is called back", back)
         for item in [*transfers, *jobs]:
             self._say(f"  {event} starts {item}")
         self._idle = False

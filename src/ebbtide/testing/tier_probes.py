@@ -16,6 +16,7 @@ from ebbtide.testing.tier_rules import WatchedBelow
 NAMES = frozenset(
     {
         "tier: stalled loads are given up",
+        "tier: a load is called back",
         "tier: read into a slot",
         "tier: read without a slot",
         "tier: two parts of one chunk are read",
@@ -71,7 +72,7 @@ class TierProbes:
     # --- what comes back -------------------------------------------------------------------
 
     def before_read(self, result: TransferResult) -> None:
-        transfer, error, _ = result
+        transfer, error, *_ = result
         tier, key = self._tiers[transfer.tier], transfer.key
         place, below = tier.place, tier.below
         self.count("tier: read without a slot", transfer.slot == NO_SLOT)

@@ -70,6 +70,12 @@ class WatchedBelow(Below):
         self._waiting_since = self._time
         super().was_read(key, error, seconds)
 
+    def called_back(self, key: bytes) -> None:
+        self._under_way -= 1
+        super().called_back(key)
+        silent = self._time - self._waiting_since
+        assert self._under_way or (self.chunk_seconds or 0.0) >= silent, f"{self.name} seems fast"
+
     def pays(self, key: bytes, compute_seconds: float | None) -> bool:
         pays = super().pays(key, compute_seconds)
         if self.chunk_seconds is None:
@@ -128,9 +134,10 @@ class TierRules:
 
     def moved(self, result: TransferResult) -> None:
         """A transfer has returned, and the scheduler knows."""
-        transfer, error, _ = result
+        transfer, error, _, tried = result
         if transfer.tier:
             self._late.pop(transfer.id, None)
+        if transfer.tier and tried:
             if not error:  # of two reads of a chunk, one that was in time is enough
                 of = (transfer.tier, transfer.key)
                 self._late = {n: t for n, t in self._late.items() if (t.tier, t.key) != of}
