@@ -5,7 +5,7 @@
 Each round computes a fresh prompt, floods the device pool with other prompts until nothing of it is
 left there, and sends the prompt again: now its KV comes from the host tier, whose memory is all in use
 before. With a folder on a disk, an engine that keeps its KV there computes the prompts, is closed, and the
-next one gets them, too. Ratios are per round.
+next one gets them, too. Ratios are to the same prompt's computation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main() -> None:
     rng = random.Random(1)
     prompts = [fresh(rng, args.tokens) for _ in range(args.rounds)]
     with start(args) as llm:
-        while llm.stats().host_slots_in_use < llm.stats().host_slots:
+        in_use = -1
+        while in_use < (in_use := llm.stats().host_slots_in_use):
             ttft(llm, fresh(rng, args.tokens))
         results = [round_in_host(llm, rng, prompt) for prompt in track(prompts, transient=True)]
     if args.disk:

@@ -54,11 +54,11 @@ class Offload(Protocol):
         ...
 
     def finished(self, result: TransferResult) -> None:
-        """A transfer has returned. A chunk whose load failed is dropped, so it is not tried twice."""
+        """A transfer has returned. A chunk whose load was tried and failed is dropped: one try is all."""
         ...
 
     def abandon(self, transfer: Transfer) -> None:
-        """The transfer is late: its chunk counts as lost, though its slot stays in use until it returns."""
+        """The transfer is late: its chunk is not found until it returns, and its slot stays in use."""
         ...
 
     def forget(self, chain: Sequence[bytes], index: int) -> None:

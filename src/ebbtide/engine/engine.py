@@ -72,6 +72,7 @@ class Engine:
         num_blocks = _num_blocks(config, layout, device)
         memory = KVMemory(layout, num_blocks, device)
         arena = _arena(config, layout)
+        warming = arena.warm()
         slots = HostSlots(arena.num_slots, make_policy(config.host_policy, arena.num_slots))
         settings = _scheduler_config(config, checkpoint, layout, num_blocks, self.max_length)
         self._tiers = OpenTiers.open(config.tiers, settings.namespace, arena)
@@ -102,6 +103,7 @@ class Engine:
         self._names = itertools.count(1)
         gc.collect()
         gc.freeze()  # the model's objects stay: spare the collector their scan
+        warming.join()  # it would make the tiers seem slow
         for tier in self._tiers.below:
             tier.try_out()
         self._loop.start()
@@ -339,9 +341,7 @@ def _arena(config: EngineConfig, layout: KVLayout) -> Arena:
             f"{readable_bytes(slot_bytes)}: give it more, or 0 to turn it off",
             "host_bytes",
         )
-    arena = Arena(config.host_bytes // slot_bytes, config.blocks_per_chunk, layout.block_bytes)
-    arena.warm()
-    return arena
+    return Arena(config.host_bytes // slot_bytes, config.blocks_per_chunk, layout.block_bytes)
 
 
 def _scheduler_config(

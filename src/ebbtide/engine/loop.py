@@ -194,6 +194,8 @@ class EngineLoop:
                 self._offload.tick(now)
                 if given_up := self._offload.take_given_up():
                     scheduler.give_up(given_up)
+                    self._mover.call_back(given_up)
+                    self._take_in()
                 plan = scheduler.schedule(now)
                 self._send_out()
                 self._untold += scheduler.take_outputs()
@@ -201,8 +203,6 @@ class EngineLoop:
                 self._over = not busy and self._closing and self._is_over()
                 if busy or self._over:
                     return plan
-                if self._mover.has_results:  # of this thread's own making: nobody will notify
-                    continue
                 deadline = self._next_deadline()
                 self._wake.wait(None if deadline is None else max(0.001, deadline - now))
 
@@ -222,7 +222,6 @@ class EngineLoop:
     def _send_out(self) -> None:
         self._mover.submit(self._scheduler.take_transfers())
         self._mover.submit(self._offload.take_jobs())
-        self._mover.call_back(self._offload.take_abandoned())
 
     def _next_deadline(self) -> float | None:
         times = [self._scheduler.next_deadline(), self._offload.next_deadline()]

@@ -61,8 +61,8 @@ class ChunkMemory(Protocol):
 class Arena:
     """``num_slots`` slots; ``slot(i, offset, count)`` views blocks of slot i as [count, block_bytes].
 
-    Pages are taken from the system when they are first written. A forked child has them empty. Raises
-    InputError where the system refuses the mapping.
+    Pages are taken from the system when they are first written, or before (``warm``). A forked child has
+    them empty. Raises InputError where the system refuses the mapping.
     """
 
     def __init__(self, num_slots: int, blocks_per_chunk: int, block_bytes: int) -> None:

@@ -161,12 +161,13 @@ class Below:
         self._writing: set[bytes] = set()
         self._deleting: set[bytes] = set()
         self._barred: OrderedDict[bytes, None] = OrderedDict()
-        self._late = Counter[bytes]()  # reads under way that nobody waits for any more
+        self._late = Counter[bytes]()  # reads that nobody waits for, until one returns
         self._uncleared = False  # it is to be empty, and is not known to be
         self._clearing = self._clear_again = False
         self._clear_at = 0.0
         self._reads = 0
-        self._progress_at = 0.0  # when something was read, or nothing was left to read
+        self._progress_at = 0.0  # when something was last read, or nothing was left to read
+        self._has_read = False  # something, since the last tick
         self._probing = False
         self._probe_at = 0.0
         self._wanted = b""  # a chunk that was left alone: something to probe
@@ -199,12 +200,16 @@ class Below:
         read = self.chunk_seconds / self._threads
         if compute_seconds is None:
             compute_seconds = UNKNOWN_S
-        stalled = self._now - self._progress_at if self._reads else 0.0
+        stalled = self._silent_s if self._reads else 0.0
         if read <= compute_seconds and stalled <= STALLED * max(read, compute_seconds):
             return True
         self.counters.left_alone += 1
         self._wanted = key
         return False
+
+    @property
+    def _silent_s(self) -> float:
+        return 0.0 if self._has_read else self._now - self._progress_at
 
     def try_out(self) -> None:
         """Find out how fast the tier is before the first request needs it."""
@@ -215,8 +220,9 @@ class Below:
     def tick(self, now: float) -> None:
         """Time passes: ``now`` in seconds, any origin."""
         self._now = now
-        if not self._reads:
+        if self._has_read or not self._reads:
             self._progress_at = now
+        self._has_read = False
         if self._wanted and not self._probing and now >= self._probe_at:
             self._probing = True
             self.jobs.append(Job(self.name, Action.PROBE, self._wanted))
@@ -248,7 +254,7 @@ class Below:
     def was_read(self, key: bytes, error: str, seconds: float) -> None:
         self._reads -= 1
         self._late.pop(key, None)
-        self._progress_at = self._now
+        self._has_read = True
         before = self.chunk_seconds
         if seconds and (not error or before is None or seconds > before):
             self.chunk_seconds = seconds if before is None else (before + seconds) / 2
@@ -259,13 +265,15 @@ class Below:
             self.counters.read_ok += 1
 
     def called_back(self, key: bytes) -> None:
-        """The chunk's read will not begin. Where none is left that could tell how slow the tier is, it is
-        as slow as it was silent."""
+        """The chunk's read, which came late, will not begin. Where none is left that could tell how slow the
+        tier is, a chunk takes as long as it was silent."""
         self._reads -= 1
-        self._late -= Counter([key])
-        silent = self._now - self._progress_at
-        if not self._reads and silent > (self.chunk_seconds or 0.0):
-            self.chunk_seconds = silent
+        self._late[key] -= 1
+        if self._late[key] <= 0:
+            del self._late[key]  # but another read of the chunk may be under way
+        if not self._reads:
+            silent = self._silent_s * self._threads
+            self.chunk_seconds = max(self.chunk_seconds or 0.0, silent) or None
 
     def late(self, key: bytes) -> None:
         """The chunk's read takes too long: it is not to be found until that has returned."""

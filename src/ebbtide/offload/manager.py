@@ -86,7 +86,6 @@ class OffloadManager:
         self._progress: dict[tuple[str, int], _Progress] = {}  # by owner and group
         self._awaited: dict[int, Transfer] = {}  # loads from below
         self._given_up: list[int] = []
-        self._abandoned: list[int] = []
         self._leaving: dict[int, int] = {}  # slots that are free when so many writes are done
         self._on_evict = [tier for tier in below if tier.policy is WritePolicy.ON_EVICT]
         self._spare = min(32, slots.num_slots // 8) if self._on_evict else 0  # slots to keep free
@@ -202,7 +201,7 @@ class OffloadManager:
             self._cascade(key, transfer.slot, self.below)
             return
         counters.load_ok += not error
-        counters.load_failed += bool(error)
+        counters.load_failed += bool(error) and tried
         counters.loaded_blocks += 0 if error else len(transfer.blocks)
         if transfer.tier:
             self._awaited.pop(transfer.id, None)
@@ -222,7 +221,6 @@ class OffloadManager:
     def abandon(self, transfer: Transfer) -> None:
         if transfer.tier:
             self._awaited.pop(transfer.id, None)
-            self._abandoned.append(transfer.id)
             self._tier(transfer.tier).late(transfer.key)
         if self.slots.slot_of(transfer.key) == transfer.slot:
             self.slots.drop(transfer.key)
@@ -269,14 +267,10 @@ class OffloadManager:
         return min((time for time in times if time is not None), default=None)
 
     def take_given_up(self) -> list[int]:
-        """Loads from a tier that stalls: those who wait for them are to go on without."""
+        """Loads from a tier that stalls: those who wait for them are to go on without, and those loads that
+        have not begun need not begin."""
         given_up, self._given_up = self._given_up, []
         return given_up
-
-    def take_abandoned(self) -> list[int]:
-        """Loads from tiers that nobody waits for any more: those that have not begun need not begin."""
-        abandoned, self._abandoned = self._abandoned, []
-        return abandoned
 
     def found(self, name: str, keys: Sequence[bytes]) -> None:
         """A lookup in the tier of this name has found these chunks."""

@@ -18,6 +18,8 @@ from ebbtide.offload.arena import Bytes, ChunkMemory
 from ebbtide.offload.below import Action, Job, JobResult
 from ebbtide.offload.tiers.base import Result, Status
 
+CALLED_BACK = "nobody waits for it any more"
+
 Item = Transfer | Job
 Outcome = TransferResult | JobResult
 
@@ -82,12 +84,13 @@ class _Lane:
                 return
         self._deliver([_failed(item, "the mover is closed")])
 
-    def call_back(self, loads: Collection[int]) -> None:
+    def call_back(self, loads: frozenset[int]) -> None:
+        reads = self._queues[READ]
         with self._changed:
-            reads = [item for item in self._queues[READ] if isinstance(item, Transfer)]
-            back = [item for item in reads if item.id in loads]
-            for item in back:
-                self._queues[READ].remove(item)
+            back = [t for t in reads if isinstance(t, Transfer) and t.id in loads]
+            kept = [t for t in reads if not (isinstance(t, Transfer) and t.id in loads)]
+            reads.clear()
+            reads.extend(kept)
         if back:
             self._deliver([TransferResult(item, CALLED_BACK, tried=False) for item in back])
 
@@ -132,7 +135,6 @@ class _Lane:
 
 
 READ, CHANGE, WRITE = range(3)
-CALLED_BACK = "nobody waits for it any more"
 
 
 def _rank(item: Item) -> int:
@@ -173,14 +175,9 @@ class Mover:
             self._lanes[item.tier].submit(item)
 
     def call_back(self, loads: Collection[int]) -> None:
-        """Those of these loads from tiers that have not begun come back at once, untried."""
-        if loads:
-            for lane in self._lanes.values():
-                lane.call_back(loads)
-
-    @property
-    def has_results(self) -> bool:
-        return bool(self._results)
+        """Those of these loads that have not begun come back at once, untried."""
+        for lane in self._lanes.values():
+            lane.call_back(frozenset(loads))
 
     def take_results(self) -> list[Outcome]:
         """Results that have come in since the last call."""

@@ -222,7 +222,9 @@ class Simulation:
         self.probes.count("tier: stalled loads are given up", holders)
         self.scheduler.give_up(loads)
         assert not any(r in self.scheduler._loading.values() for r in holders)
-        self._say(f"given up: {loads} of {holders}")
+        back = self.beside.call_back(loads, self.now)
+        self.probes.count("tier: a load is called back", back)
+        self._say(f"given up: {loads} of {holders}, and called back: {[t.id for t in back]}")
         self._collect("give up")
 
     def _schedule(self) -> None:
@@ -390,8 +392,6 @@ class Simulation:
         self.rules.started(transfers)
         self.tier_rules.started(transfers, jobs)
         self.beside.start([*transfers, *jobs], self.now)
-        back = self.beside.call_back(self.manager.take_abandoned(), self.now)
-        self.probes.count("tier: a load is called back", back)
         for item in [*transfers, *jobs]:
             self._say(f"  {event} starts {item}")
         self._idle = False

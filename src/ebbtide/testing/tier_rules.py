@@ -54,9 +54,13 @@ class WatchedBelow(Below):
         self.refused: list[bytes] = []
         self._under_way = 0  # reads
         self._waiting_since = self._time = 0.0
+        self._heard = False  # since the last tick
 
     def tick(self, now: float) -> None:
         self._time = now
+        if self._heard:
+            self._waiting_since = now
+        self._heard = False
         super().tick(now)
 
     def reading(self) -> None:
@@ -67,14 +71,18 @@ class WatchedBelow(Below):
 
     def was_read(self, key: bytes, error: str, seconds: float) -> None:
         self._under_way -= 1
-        self._waiting_since = self._time
+        self._heard = True
         super().was_read(key, error, seconds)
 
     def called_back(self, key: bytes) -> None:
         self._under_way -= 1
         super().called_back(key)
-        silent = self._time - self._waiting_since
-        assert self._under_way or (self.chunk_seconds or 0.0) >= silent, f"{self.name} seems fast"
+        read = (self.chunk_seconds or 0.0) / self._threads
+        assert self._under_way or read >= self._waited, f"{self.name} seems fast"
+
+    @property
+    def _waited(self) -> float:
+        return 0.0 if self._heard else self._time - self._waiting_since
 
     def pays(self, key: bytes, compute_seconds: float | None) -> bool:
         pays = super().pays(key, compute_seconds)
@@ -84,7 +92,7 @@ class WatchedBelow(Below):
         if compute_seconds is None:
             compute_seconds = UNKNOWN_S
         read = self.chunk_seconds / self._threads
-        waited = self._time - self._waiting_since if self._under_way else 0.0
+        waited = self._waited if self._under_way else 0.0
         is_slow, has_stalled = read > compute_seconds, waited > STALLED * max(read, compute_seconds)
         assert pays == (not is_slow and not has_stalled), (
             f"{self.name} pays: {pays}; {read} s per chunk, no answer for {waited} s, "
