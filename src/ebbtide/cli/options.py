@@ -45,6 +45,10 @@ def _settings(
         str, typer.Option(help="A GGUF file, a Hugging Face directory, or a hub id.")
     ] = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = DEFAULTS.dtype,
+    weights: Annotated[
+        str,
+        typer.Option(help="auto, packed (4 bits, where the file has such), bfloat16 or float32."),
+    ] = DEFAULTS.weights,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = DEFAULTS.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the model.")] = None,
     kv_memory: Annotated[str, typer.Option(help="Device memory for KV, such as 2GiB.")] = "512MiB",
@@ -92,6 +96,7 @@ def _settings(
     return EngineConfig(
         model=model,
         dtype=dtype,
+        weights=weights,
         device=device,
         threads=threads,
         kv_bytes=parse_bytes(kv_memory, "--kv-memory"),

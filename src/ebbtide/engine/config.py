@@ -17,7 +17,9 @@ class EngineConfig:
     """Sizes are in bytes where a name says so. Raises ``InputError`` for values that cannot work.
 
     model: a GGUF file, a Hugging Face directory, a hub id, or the default model's name.
-    dtype: "bfloat16", "float32", or "auto" (bfloat16 where the machine computes in it).
+    dtype: of KV and activations: "bfloat16", "float32", or "auto" (bfloat16 where the CPU computes in it).
+    weights: "packed" (4-bit integers, as a GGUF file has them), "bfloat16", "float32", or "auto": in
+    ``dtype``, and beside that packed, for steps of few tokens, where that is faster and the file allows it.
     kv_bytes: device memory for KV blocks. host_bytes: host tier below it; 0 turns it off.
     max_length: positions per request at most (None: what the model was trained for).
     blocks_per_chunk: a prefix comes back from the host tier in steps of this many blocks, so small
@@ -36,6 +38,7 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
+    weights: str = "auto"
     device: str = "auto"
     threads: int | None = None
     block_size: int = 16
@@ -60,6 +63,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choices = {
             "dtype": ("auto", "bfloat16", "float32"),
+            "weights": ("auto", "packed", "bfloat16", "float32"),
             "on_lost_kv": ("recompute", "fail"),
             "overlap": (1, 2),
         }

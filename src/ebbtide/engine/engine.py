@@ -28,7 +28,7 @@ from ebbtide.offload.tiers.base import TierStats
 from ebbtide.params import SamplingParams
 
 if TYPE_CHECKING:
-    from ebbtide.models.checkpoint import Checkpoint
+    from ebbtide.models.checkpoint import Checkpoint, Form
     from ebbtide.models.kv import KVLayout
 
 TRY_S = 0.5  # the start waits so long at most until it is known how fast the tiers are
@@ -59,10 +59,9 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
+        form, weights_dtype = choose_weights(config.weights, device, dtype)
         if checkpoint is None:
-            from ebbtide.models.load import load_checkpoint
-
-            checkpoint = load_checkpoint(config.model, dtype, progress)
+            checkpoint = _load(config, form, weights_dtype, progress)
         self.config = config
         self.model_name = checkpoint.name
         self.tokenizer = checkpoint.tokenizer
@@ -84,7 +83,14 @@ class Engine:
             store_after=config.store_after,
         )
         self._block_bytes = layout.block_bytes
-        model = LlamaModel(checkpoint.config, checkpoint.weights, layout, device)
+        model = LlamaModel(
+            checkpoint.config,
+            checkpoint.weights,
+            layout,
+            device,
+            checkpoint.quantized,
+            weights_dtype,
+        )
         mover = Mover(
             lambda transfer: move(transfer, arena, memory),
             lambda: self._loop.wake(),
@@ -285,6 +291,39 @@ def choose_dtype(name: str, device: str) -> Any:
     if choose_device(device).type == "cuda" or torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16
     return torch.float32
+
+
+def choose_weights(name: str, device: Any, dtype: Any) -> tuple[Form, Any]:
+    """In which form weights are held, and the dtype of those that are not packed. Packed ones are for
+    products in bfloat16 on a CPU; beside them, "auto" keeps what is faster for steps of many tokens."""
+    import torch
+
+    from ebbtide.models.checkpoint import Form
+
+    packs = device.type == "cpu" and dtype == torch.bfloat16
+    if name == "packed" and not packs:
+        raise InputError("weights=packed needs device=cpu and dtype=bfloat16", "weights")
+    if name == "bfloat16" and dtype != torch.bfloat16:
+        raise InputError("weights=bfloat16 needs dtype=bfloat16, or leave both at auto", "weights")
+    if name == "packed":
+        return Form.PACKED, dtype
+    if name == "auto" and packs:
+        return Form.BOTH, dtype
+    return Form.WIDE, torch.float32 if name == "float32" else dtype
+
+
+def _load(config: EngineConfig, form: Form, dtype: Any, progress: Progress | None) -> Checkpoint:
+    from ebbtide.models.checkpoint import Form
+    from ebbtide.models.load import load_checkpoint
+    from ebbtide.models.packed import KINDS
+
+    checkpoint = load_checkpoint(config.model, dtype, progress, form)
+    if form is Form.PACKED and not checkpoint.quantized:
+        raise InputError(
+            f"weights=packed, but {checkpoint.name} has no weights in {' or '.join(KINDS)}: use auto",
+            "weights",
+        )
+    return checkpoint
 
 
 def _max_length(config: EngineConfig, checkpoint: Checkpoint) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.models.config import ModelConfig
@@ -11,7 +12,17 @@ from ebbtide.models.config import ModelConfig
 if TYPE_CHECKING:
     import torch
 
+    from ebbtide.models.packed import Quantized
     from ebbtide.models.tokenizer import Tokenizer
+
+
+class Form(Enum):
+    """In which form weights are read: dequantised, as the file has them where products can use that, or
+    both."""
+
+    WIDE = "wide"
+    PACKED = "packed"
+    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +31,9 @@ class Checkpoint:
     keys in the half-split rotary order. Those of norms are what the norm multiplies by (Gemma stores
     that less 1), and are always in float32. generation: the model's own sampling defaults, keyed like
     ``SamplingParams``. identity: 32 bytes, a digest of the stored weights and the configuration: the
-    same in every process and on every machine, whatever dtype the weights were loaded in.
+    same in every process and on every machine, whatever dtype the weights were loaded in. quantized: those
+    weights that can be used as the file has them; with ``Form.PACKED`` they are not in ``weights``, but for
+    the embedding, whose rows are looked up.
     """
 
     name: str
@@ -29,3 +42,4 @@ class Checkpoint:
     tokenizer: Tokenizer
     generation: Mapping[str, Any]
     identity: bytes
+    quantized: Mapping[str, Quantized] = field(default_factory=dict)

@@ -11,16 +11,19 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from ebbtide.errors import InputError
+from ebbtide.models.checkpoint import Form
 from ebbtide.models.config import ModelConfig, RopeConfig
 from ebbtide.models.dequantize import dequantize
 from ebbtide.models.gemma import as_gemma3, every_nth_full
 from ebbtide.models.gguf_file import GGUFFile, TensorInfo
+from ebbtide.models.packed import Quantized, can_stay_packed
 from ebbtide.models.rope import rope_config, with_factors
 from ebbtide.models.weights import (
     check_names,
@@ -40,10 +43,11 @@ GEMMA3_27B_LAYERS = (
     62  # the one size that divides scores by another number than its head size's root
 )
 ROPE_FACTORS = "rope_freqs.weight"
+EMBEDDING = "model.embed_tokens.weight"
 MAX_READERS = 4
 
 _TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
+    "token_embd.weight": EMBEDDING,
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
@@ -222,11 +226,13 @@ def read_weights(
     file: GGUFFile,
     config: ModelConfig,
     dtype: torch.dtype,
+    form: Form,
     progress: Callable[[float], None],
-) -> tuple[dict[str, torch.Tensor], bytes]:
-    """All weights in ``dtype`` (norms in float32) under Hugging Face names, and the identity (32 bytes).
+) -> tuple[dict[str, torch.Tensor], dict[str, Quantized], bytes]:
+    """The weights under Hugging Face names, and the identity (32 bytes).
 
-    Each tensor is read once: the bytes that are hashed are the bytes that become the weight.
+    Weights are in ``dtype`` (norms in float32), or packed, or both, as ``form`` says and their format
+    allows. Each tensor is read once: the bytes that are hashed are the bytes that become the weight.
     """
     expected = weight_shapes(config)
     modules = _GEMMA3_LAYER if config.architecture == "gemma3" else _LAYER
@@ -238,23 +244,19 @@ def read_weights(
     digest = hashlib.blake2b(file.header, digest_size=32)
     total = sum(info.size for info in infos.values()) or 1
     done = 0
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
+    quantized: dict[str, Quantized] = {}
     readers = min(MAX_READERS, os.cpu_count() or 1)
     with file.open() as descriptor, ThreadPoolExecutor(readers) as pool:
-        jobs = [
-            pool.submit(
-                _read_weight,
-                file,
-                descriptor,
-                info,
-                config,
-                torch.float32 if is_norm(name) else dtype,
-            )
-            for name, info in infos.items()
-        ]
+        read = partial(_read_weight, file, descriptor, config=config, dtype=dtype, form=form)
+        jobs = [pool.submit(read, info, name) for name, info in infos.items()]
         try:
             for (name, info), job in zip(infos.items(), jobs, strict=True):
-                weights[name], tensor_digest = job.result()
+                wide, packed, tensor_digest = job.result()
+                if wide is not None:
+                    weights[name] = wide
+                if packed is not None:
+                    quantized[name] = packed
                 digest.update(tensor_digest)
                 done += info.size
                 progress(done / total)
@@ -262,17 +264,29 @@ def read_weights(
             pool.shutdown(cancel_futures=True)
         if ROPE_FACTORS in file.tensors:
             digest.update(file.read(descriptor, file.tensors[ROPE_FACTORS]).data)
-    return weights, digest.digest()
+    return weights, quantized, digest.digest()
 
 
 def _read_weight(
-    file: GGUFFile, descriptor: int, info: TensorInfo, config: ModelConfig, dtype: torch.dtype
-) -> tuple[torch.Tensor, bytes]:
+    file: GGUFFile,
+    descriptor: int,
+    info: TensorInfo,
+    name: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    form: Form,
+) -> tuple[torch.Tensor | None, Quantized | None, bytes]:
     raw = file.read(descriptor, info)
     digest = hashlib.blake2b(raw.data, digest_size=32).digest()
     if config.architecture in INTERLEAVED and (".attn_q." in info.name or ".attn_k." in info.name):
         raw = _halves_apart(raw, info.shape[0], config.head_dim)
-    return dequantize(raw, info.type, info.shape, dtype), digest
+    packed = None
+    if form is not Form.WIDE and can_stay_packed(info.type, info.shape):
+        packed = Quantized(raw, info.type, (info.shape[0], info.shape[1]))
+        if form is Form.PACKED and name != EMBEDDING:
+            return None, packed, digest
+    kept = torch.float32 if is_norm(name) else dtype
+    return dequantize(raw, info.type, info.shape, kept), packed, digest
 
 
 def _halves_apart(raw: np.ndarray, rows: int, head_dim: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ebbtide.models.config import Activation
+from ebbtide.models.packed import Packed
 
 # oneDNN's name and algorithm of each activation.
 _FUSED = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}
@@ -49,17 +50,25 @@ class Linear:
 
     With ``small_batches`` it is kept a second time, in float16, for x in float32: over the same
     layers 8.5 instead of 11.8 ms for 1 row, 9.2 instead of 10.4 for 4 rows, but slower from 8 rows.
+
+    packed: the same weight in 4 bits, for x of few rows; without ``weight``, for all.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, small_batches: bool = False
+        self,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        small_batches: bool = False,
+        packed: Packed | None = None,
     ) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._packed = can_pack(weight)
-        self._half = pack_half(weight, bias) if small_batches else None
+        self._few = packed
         self._bias = bias
+        self._blocked = weight is not None and can_pack(weight)
+        self._half = pack_half(weight, bias) if small_batches and weight is not None else None
         self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self._packed else weight
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+            if self._blocked
+            else weight
         )
 
     @property
@@ -70,13 +79,17 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._half is not None and x.dtype == torch.float32:
             return torch.ops.quantized.linear_dynamic_fp16(x, self._half)
-        if self._packed:
+        if self._few is not None and len(x) <= self._few.tokens_max:
+            product = self._few(x)
+            return product if self._bias is None else product.add_(self._bias)
+        if self._blocked:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return functional.linear(x, self._weight, self._bias)
+        return functional.linear(x, _wide(self._weight, self._few), self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + self(x)``."""
-        if self._packed and x.dtype == torch.bfloat16:
+        few = self._few is not None and len(x) <= self._few.tokens_max
+        if self._blocked and not few and x.dtype == torch.bfloat16:
             return torch.ops.mkldnn._linear_pointwise.binary(
                 x, residual, self._weight, self._bias, "add"
             )
@@ -87,27 +100,33 @@ class GatedLinear:
     """``activation(x @ gate.T) * (x @ up.T)`` for x [rows, in], gate and up [out, in]: SwiGLU or GeGLU
     (Shazeer 2020), the latter with GELU's tanh approximation (Hendrycks and Gimpel 2016).
 
-    Packed, both products carry their share of the elementwise work: for 1,024 rows of 576 that takes
-    0.93 of the time of one product followed by two passes, for one row as long. Elsewhere the two
-    are one product. ``small_batches``: as in ``Linear``.
+    In oneDNN's layout, both products carry their share of the elementwise work: for 1,024 rows of 576
+    that takes 0.93 of the time of one product followed by two passes, for one row as long. Elsewhere
+    the two are one product. ``small_batches``, ``packed``: as in ``Linear``; the latter holds gate, then up.
     """
 
     def __init__(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Tensor | None,
+        up: Tensor | None,
         small_batches: bool = False,
         activation: Activation = "silu",
+        packed: Packed | None = None,
     ) -> None:
         self._activation = activation
-        self._packed = can_pack(gate)
-        both = torch.cat([gate, up])
-        self._half = pack_half(both, None) if small_batches else None
-        if self._packed:
+        self._few = packed
+        self._blocked = gate is not None and can_pack(gate)
+        self._half = self._both = None
+        if gate is None or up is None:
+            return
+        if small_batches or not self._blocked:
+            self._both = torch.cat([gate, up])
+        if small_batches:
+            self._half = pack_half(self._both, None)
+        if self._blocked:
             self._gate = torch.ops.mkldnn._reorder_linear_weight(gate.contiguous())
             self._up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous())
-        else:
-            self._both = both
+            self._both = None
 
     @property
     def takes_float32(self) -> bool:
@@ -117,14 +136,23 @@ class GatedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._half is not None and x.dtype == torch.float32:
             product = torch.ops.quantized.linear_dynamic_fp16(x, self._half)
-        elif self._packed:
+        elif self._few is not None and len(x) <= self._few.tokens_max:
+            product = self._few(x)
+        elif self._blocked:
             linear = torch.ops.mkldnn._linear_pointwise
             name, algorithm = _FUSED[self._activation]
             gate = linear(x, self._gate, None, name, [], algorithm)
             return linear.binary(x, gate, self._up, None, "mul")
         else:
-            product = functional.linear(x, self._both)
+            product = functional.linear(x, _wide(self._both, self._few))
         gate, up = product.chunk(2, dim=1)
         if self._activation == "silu":
             return functional.silu(gate).mul_(up)
         return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def _wide(weight: Tensor | None, packed: Packed | None) -> Tensor:
+    if weight is not None:
+        return weight
+    assert packed is not None, "a weight has at least one form"
+    return packed.dequantize()

