@@ -25,14 +25,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from ebbtide.core.plan import Row
 from ebbtide.models.kv import KVLayout, KVMemory
 
-QUERY_TILE_CPU = 64  # queries per attention call: their scores stay in the cache
+QUERY_TILE_CPU = (
+    256  # queries per attention call: what bounds their masks, and skips what none sees
+)
 QUERY_TILE = 1024
-PRODUCTS_MIN = 4  # queries per attention call from which products beat the fused kernel
 BUCKET_WASTE_BLOCKS = 32  # padding that costs about as much as one more attention call
 BUCKET_BYTES = (
     16 << 20
@@ -64,7 +65,7 @@ class Tile:
     last: int
     low: int
     high: int
-    mask: Tensor  # [1, queries, columns], added to the scores of the last keys
+    mask: Tensor  # [1, queries, keys], added to the scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +246,7 @@ class _CausalMasks:
         self._mask = torch.empty(0, 0)
 
     def tile(self, queries: int, keys: int) -> Tensor:
-        """[1, queries, columns]: 0 where the query sees the key, else -inf, of the last columns.
-
-        Without a window, only the columns of the tile's own tokens hide anything.
-        """
-        if self._window is None:
-            keys = queries
+        """[1, queries, keys]: 0 where the query sees the key, else -inf."""
         have_queries, have_keys = self._mask.shape
         if queries > have_queries or keys > have_keys:
             have_queries, have_keys = max(queries, have_queries), max(keys, have_keys)
@@ -302,66 +298,44 @@ def attend(qkv: Tensor, group: GroupBatch, slot: int, kv: KVMemory, out: Tensor)
     qkv = qkv.to(kv.layout.dtype)
     kv_heads, dim = kv.layout.kv_heads, kv.layout.head_dim
     width = out.shape[1]
-    kernel = attend_by_products if qkv.device.type == "cpu" else attend_fused
     kv.positions.index_copy_(0, group.write[slot], qkv[:, width:])
-    queries, results = qkv[:, :width].unflatten(1, (-1, dim)), out.unflatten(1, (-1, dim))
+    queries = qkv[:, :width].view(len(qkv), 1, -1, dim)
+    results = out.view(len(qkv), 1, -1, dim)
     for bucket in group.buckets:
         rows = bucket.last - bucket.first
         seen = kv.runs.index_select(0, bucket.index[slot]).view(rows, -1, 2, kv_heads, dim)
         if bucket.mask is None:
             seen = seen[:, bucket.low : bucket.high]
         keys, values = seen.permute(2, 0, 3, 1, 4).unbind()
-        query = queries[bucket.first : bucket.last].unsqueeze(1)
-        result = kernel(query, keys, values, bucket.mask)
-        results[bucket.first : bucket.last].unsqueeze(1).copy_(result)
+        of = slice(bucket.first, bucket.last)
+        results[of] = attend_once(queries[of], keys, values, bucket.mask)
     for prefill in group.prefills:
         seen = kv.runs.index_select(0, prefill.index[slot]).view(1, -1, 2, kv_heads, dim)
-        seen = seen.permute(2, 0, 3, 1, 4).contiguous()
+        seen = seen.permute(2, 0, 3, 1, 4)
         for tile in prefill.tiles:
             keys, values = seen[:, :, :, tile.low : tile.high].unbind()
-            query = queries[tile.first : tile.last].unsqueeze(0)
-            result = kernel(query, keys, values, tile.mask)
-            results[tile.first : tile.last].unsqueeze(0).copy_(result)
+            of = slice(tile.first, tile.last)
+            query = queries[of].transpose(0, 1)
+            results[of] = attend_once(query, keys, values, tile.mask).transpose(0, 1)
 
 
-def attend_fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention by PyTorch's fused kernels.
+def attend_once(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """One attention call, of PyTorch's fused kernel.
 
     query: [rows, queries, heads, dim]. keys, values: [rows, kv_heads, positions, dim]. mask:
-    [rows or 1, queries, columns], added to the scores of the last ``columns`` positions; None:
-    everything is seen. Returns [rows, queries, heads, dim].
+    [rows or 1, queries, positions], added to the scores; None: everything is seen. Returns
+    [rows, queries, heads, dim].
     """
     rows, queries, heads, dim = query.shape
-    kv_heads, positions = keys.shape[1:3]
+    kv_heads = keys.shape[1]
     if mask is not None:
-        mask = pad(mask, (positions - mask.shape[-1], 0)).unsqueeze(1)
+        mask = mask.unsqueeze(1)
     if queries == 1:  # the heads that share a key head become the query axis: a key is read once
         query = query.view(rows, kv_heads, -1, dim)
         result = scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        return result.reshape(rows, 1, heads, dim)
+        return result.view(rows, 1, heads, dim)
     query = query.transpose(1, 2)
     result = scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, enable_gqa=heads != kv_heads
     )
     return result.transpose(1, 2)
-
-
-def attend_by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """The same as two matrix products and a softmax; in bfloat16, so are the scores."""
-    rows, queries, heads, dim = query.shape
-    if rows * queries < PRODUCTS_MIN:
-        return attend_fused(query, keys, values, mask)
-    kv_heads, positions = keys.shape[1:3]
-    query = (query * dim**-0.5).view(rows, queries, kv_heads, -1, dim).transpose(1, 2)
-    query = query.reshape(rows * kv_heads, -1, dim)
-    keys = keys.reshape(-1, positions, dim)
-    values = values.reshape(-1, positions, dim)
-    scores = torch.bmm(query, keys.transpose(1, 2))
-    if mask is not None:
-        last = scores.view(rows, kv_heads, queries, -1, positions)[
-            ..., positions - mask.shape[-1] :
-        ]
-        last += mask[:, None, :, None]
-    result = torch.bmm(scores.softmax(dim=-1), values)
-    result = result.view(rows, kv_heads, queries, -1, dim).transpose(1, 2)
-    return result.reshape(rows, queries, heads, dim)
