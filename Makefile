@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test check format sim mutants bench-model bench-scheduler bench-host bench-overlap bench-policies bench-tiers bench-slow-disk soak parity exactness clean
+.PHONY: demo serve test check format sim mutants bench-model bench-weights bench-scheduler bench-host bench-overlap bench-policies bench-tiers bench-slow-disk soak parity exactness clean
 
 demo: $(READY)
 	@$(BIN)/ebbtide demo
@@ -41,6 +41,9 @@ exactness: $(READY)
 
 bench-model: $(READY)
 	@$(BIN)/python benchmarks/bench_model.py $(ARGS)
+
+bench-weights: $(READY)
+	@$(BIN)/python benchmarks/bench_weights.py $(ARGS)
 
 bench-scheduler: $(READY)
 	@$(BIN)/python benchmarks/bench_scheduler.py $(ARGS)

@@ -1,11 +1,11 @@
 """How fast the model runs, beside transformers and beside what the machine allows, in one run.
 
-The same weights, bfloat16. Both engines, and the machine's limits, are measured in turns, several
-rounds of each, so that whatever else the machine does hits all of them; the ratio is the median of
-the rounds' ratios. transformers runs its cached forward with the cache that its ``generate`` takes by
-default, which counts, and with a static one made for exactly these lengths. Each engine has a
-process of its own, which sleeps while the other is measured: in one process, their OpenMP threads
-would slow each other down.
+The same weights; ours in the form that "auto" takes, theirs in bfloat16. Both engines, and the
+machine's limits, are measured in turns, several rounds of each, so that whatever else the machine does
+hits all of them; the ratio is the median of the rounds' ratios. transformers runs its cached forward
+with the cache that its ``generate`` takes by default, which counts, and with a static one made for
+exactly these lengths. Each engine has a process of its own, which sleeps while the other is measured:
+in one process, their OpenMP threads would slow each other down.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ebbtide.core.plan import Row, StepPlan, Table, TransferResult
 from ebbtide.models.attention import plan_batch
-from ebbtide.models.checkpoint import Checkpoint
+from ebbtide.models.checkpoint import Checkpoint, Form
 from ebbtide.models.executor import TorchExecutor
 from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
@@ -73,7 +73,10 @@ class Ours:
     def __init__(self, checkpoint: Checkpoint, num_blocks: int) -> None:
         self.layout = layout_for(checkpoint.config, BLOCK_SIZE, torch.bfloat16)
         self.kv = KVMemory(self.layout, num_blocks * len(self.layout.groups), "cpu")
-        self.model = LlamaModel(checkpoint.config, checkpoint.weights, self.layout)
+        quantized = checkpoint.quantized
+        self.model = LlamaModel(
+            checkpoint.config, checkpoint.weights, self.layout, quantized=quantized
+        )
         self._executor = TorchExecutor(self.model, self.kv, TransferResult)
         self._rows: list[Row] = []
         self._free = 0
@@ -164,7 +167,7 @@ def serve(connection: Connection, theirs: bool, model: str, threads: int, blocks
     """A process with one engine: answers (method, arguments) with what the method returns."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(threads)
-    checkpoint = load_checkpoint(model, torch.bfloat16)
+    checkpoint = load_checkpoint(model, torch.bfloat16, form=Form.WIDE if theirs else Form.BOTH)
     engine = Theirs(checkpoint) if theirs else Ours(checkpoint, blocks)
     connection.send(None)
     while (call := connection.recv()) is not None:
@@ -277,7 +280,14 @@ def bench_decode(
 
 
 GROUPS = {
-    "linear": ("_linear_pointwise", "linear_dynamic_fp16", "::addmm", "::mm", "aten::linear"),
+    "linear": (
+        "_linear_pointwise",
+        "_weight_int4pack_mm",
+        "linear_dynamic_fp16",
+        "::addmm",
+        "::mm",
+        "aten::linear",
+    ),
     "attention": ("scaled_dot_product", "::index_", "::bmm", "softmax"),
 }
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
+from tests.models import tiny_files
 
 from ebbtide.engine.async_engine import AsyncEngine
 from ebbtide.engine.config import MIB, EngineConfig
@@ -156,6 +159,9 @@ def test_what_is_no_prompt_is_one_sentence(llm: LLM, call: Any, words: str) -> N
     [
         ({"kv_byte": 1}, "kv_bytes"),
         ({"dtype": "int3"}, "bfloat16"),
+        ({"weights": "int3"}, "weights must be one of auto, packed"),
+        ({"weights": "packed", "dtype": "float32"}, "needs device=cpu and dtype=bfloat16"),
+        ({"weights": "bfloat16", "dtype": "float32"}, "needs dtype=bfloat16"),
         ({"overlap": 3}, "overlap"),
         ({"kv_bytes": 1}, "at least"),
         ({"kv_bytes": 1 << 50}, "available"),
@@ -171,6 +177,22 @@ def test_settings_that_cannot_work_are_one_sentence(
     with pytest.raises(InputError, match=words) as caught:
         LLM(**settings)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("weights", ["packed", "float32"])
+def test_each_form_of_the_weights_answers_alike(weights: str) -> None:
+    """KV in bfloat16, weights packed or wider: the model's first words are the same."""
+    settings = {"kv_bytes": 40 * MIB, "host_bytes": 0, "dtype": "bfloat16", "threads": 1}
+    with LLM(**settings, weights=weights) as llm:  # type: ignore[arg-type]
+        (answer,) = llm.chat([{"role": "user", "content": "What is 2+2?"}], greedy(20))
+    assert "4" in answer.text
+
+
+def test_packed_weights_of_a_file_that_has_none_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    tiny_files.write_gguf(path, "llama", tiny_files.model("llama"), GGMLQuantizationType.Q8_0)
+    with pytest.raises(InputError, match="model has no weights in Q4_0 or Q4_1: use auto"):
+        LLM(model=str(path), weights="packed", dtype="bfloat16")
 
 
 def test_deltas_arrive_one_by_one_and_a_closed_iterator_aborts() -> None:

@@ -1,0 +1,153 @@
+"""Weights that stay in 4 bits, next to the same weights dequantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from ebbtide.core.plan import Row, Table
+from ebbtide.models.attention import plan_batch
+from ebbtide.models.checkpoint import Checkpoint, Form
+from ebbtide.models.kv import KVMemory, layout_for
+from ebbtide.models.linear import GatedLinear, Linear
+from ebbtide.models.llama import LlamaModel
+from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
+from ebbtide.models.packed import (
+    KINDS,
+    TOKENS_MAX,
+    TOKENS_MAX_ALONE,
+    Packed,
+    Quantized,
+    can_stay_packed,
+)
+
+from . import tiny_files
+from .harness import GREEDY
+
+TOKENS = (1, TOKENS_MAX, TOKENS_MAX + 1, TOKENS_MAX_ALONE + 1)
+
+
+def quantized(kind: str, rows: int, columns: int, seed: int) -> Quantized:
+    values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+    values += 0.3  # so that minimums are not near -8 scales
+    return Quantized(gguf.quantize(values, Kind[kind]).reshape(-1), kind, (rows, columns))
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative, over all values."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_integers_are_those_of_the_file(kind: str) -> None:
+    weight = quantized(kind, 16, 96, 1)
+    integers, scales, zeros = weight.unpack()
+    wide = (s.repeat_interleave(32, dim=1) for s in (scales, zeros))
+    scale, zero = wide
+    assert integers.unique().tolist() == list(range(16))
+    torch.testing.assert_close(
+        (integers.float() - 8) * scale + zero, weight.dequantize(torch.float32)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_products_are_as_exact_as_with_weights_in_bfloat16(
+    kind: str, alone: bool, tokens: int
+) -> None:
+    """Of one projection and of several, one below the other, with a bias; to all numbers of tokens."""
+    parts = [quantized(kind, rows, 64, rows) for rows in (48, 16, 96)]
+    exact = torch.cat([part.dequantize(torch.float32) for part in parts])
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(tokens, 64, generator=generator).bfloat16()
+    bias = torch.randn(160, generator=generator).bfloat16()
+    residual = torch.randn(tokens, 160, generator=generator).bfloat16()
+    wide = exact.bfloat16()
+    plain = Linear(wide, bias)
+    packed = Linear(None if alone else wide, bias, packed=Packed(parts, alone))
+    reference = x.double() @ exact.double().T + bias.double()
+    assert error(packed(x), reference) < 1.3 * error(plain(x), reference) + 1e-3
+    with_residual = reference + residual.double()
+    assert error(packed.add(x, residual), with_residual) < 6e-3
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gated_products_are_those_of_the_dequantised_weights(alone: bool, tokens: int) -> None:
+    gate, up = quantized("Q4_1", 32, 64, 1), quantized("Q4_1", 32, 64, 2)
+    wide = [None if alone else part.dequantize(torch.bfloat16) for part in (gate, up)]
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    exact = [x.double() @ part.dequantize(torch.float32).double().T for part in (gate, up)]
+    expected = torch.nn.functional.silu(exact[0]) * exact[1]
+    found = GatedLinear(*wide, packed=Packed([gate, up], alone))(x)
+    assert error(found, expected) < 0.012
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("Q8_0", (32, 64)), ("F32", (32, 64)), ("Q4_0", (8, 64)), ("Q4_0", (32,)), ("Q5_0", (32, 64))],
+)
+def test_what_has_no_product_does_not_stay_packed(kind: str, shape: tuple[int, ...]) -> None:
+    assert can_stay_packed("Q4_0", (32, 64))
+    assert not can_stay_packed(kind, shape)
+
+
+@pytest.mark.parametrize("form", Form)
+def test_a_file_is_read_in_the_form_asked_for(form: Form, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    expected = tiny_files.write_gguf(
+        path, "llama", tiny_files.model("llama", tie_word_embeddings=True), Kind.Q4_1
+    )
+    found = load_checkpoint(str(path), torch.bfloat16, form=form)
+    names = set(found.quantized)
+    projections = {name for name in expected if name.endswith("_proj.weight")}
+    if form is Form.WIDE:
+        assert not names
+    else:
+        assert projections <= names
+        for name in names:
+            dequantised = found.quantized[name].dequantize(torch.float32)
+            assert torch.equal(dequantised, expected[name].float()), name
+    missing = projections if form is Form.PACKED else set()
+    assert found.weights.keys() == expected.keys() - missing
+    assert found.identity == load_checkpoint(str(path), torch.float32).identity
+
+
+def first_logits(checkpoint: Checkpoint, prompt: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """The logits after a prompt; its last token is fed in a step of its own."""
+    layout = layout_for(checkpoint.config, 16, torch.bfloat16)
+    kv = KVMemory(layout, 8 * len(layout.groups), "cpu")
+    model = LlamaModel(
+        checkpoint.config, checkpoint.weights, layout, "cpu", checkpoint.quantized, dtype
+    )
+    tables = tuple(Table(0, list(range(8))) for _ in layout.groups)
+    with torch.inference_mode():
+        for start, end in ((0, len(prompt) - 1), (len(prompt) - 1, len(prompt))):
+            row = Row("r", prompt, len(prompt), start, end, tables, GREEDY, 0)
+            logits = model.forward(plan_batch([row], {}, layout, torch.device("cpu")), kv)
+    return logits[0].float()
+
+
+def test_the_default_model_says_the_same_in_every_form() -> None:
+    """Its logits, within what bfloat16 leaves."""
+    prompt = list(range(1000, 1060))
+    exact = first_logits(
+        load_checkpoint(DEFAULT_MODEL, torch.float32), prompt, torch.float32
+    ).double()
+    errors = {
+        form: error(
+            first_logits(
+                load_checkpoint(DEFAULT_MODEL, torch.bfloat16, form=form), prompt, torch.bfloat16
+            ),
+            exact,
+        )
+        for form in Form
+    }
+    assert max(errors.values()) < 0.05
+    assert max(errors[Form.BOTH], errors[Form.PACKED]) < 1.5 * errors[Form.WIDE]
