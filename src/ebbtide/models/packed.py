@@ -20,10 +20,10 @@ GROUP = 32
 KINDS = ("Q4_0", "Q4_1")
 ROW_MULTIPLE = 16  # of output rows, that PyTorch's product wants
 
-# Tokens per step up to which 4-bit weights are faster than the same in bfloat16, where there are both. ms per
-# step of a 135M model, 4 bits and bfloat16, 2 threads: with AMX 9.2 and 19.5 for 1 token, 21.2 and 24.0 for 8,
-# 27.2 and 26.8 for 10; without it, 22.4 and 31.4 for 8, 39 and 45 for 16. (The products alone would meet at 6
-# with AMX; but weights in bfloat16 drive all else out of the cache.)
+# Tokens per step up to which 4-bit weights are faster than the same in bfloat16, where there are both. ms
+# per step of a 135M model, 4 bits and bfloat16, 2 threads: with AMX 9.2 and 19.5 for 1 token, 21.2 and 24.0
+# for 8, 27.2 and 26.8 for 10; without it, 22.4 and 31.4 for 8, 39 and 45 for 16. (The products alone would
+# meet at 6 with AMX; but weights in bfloat16 drive all else out of the cache.)
 TOKENS_MAX = 8 if torch.cpu._is_amx_tile_supported() else 16
 # The same where the alternative is to dequantise them in every step.
 TOKENS_MAX_ALONE = 32
