@@ -7,7 +7,7 @@ PEERS := .venv-peers
 LLAMA_CMAKE := -DGGML_NATIVE=OFF -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_AVX512=ON \
 	-DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON
 
-.PHONY: demo serve test check format sim mutants bench-model bench-weights bench-peers bench-scheduler bench-host bench-overlap bench-policies bench-tiers bench-slow-disk soak parity exactness clean
+.PHONY: demo serve test check format sim mutants bench-model bench-weights bench-peers bench-server bench-scheduler bench-host bench-overlap bench-policies bench-tiers bench-slow-disk soak parity exactness clean
 
 demo: $(READY)
 	@$(BIN)/ebbtide demo
@@ -50,6 +50,9 @@ bench-weights: $(READY)
 
 bench-peers: $(READY) $(PEERS)/.ready
 	@$(BIN)/python benchmarks/bench_peers.py $(ARGS)
+
+bench-server: $(READY)
+	@$(BIN)/python benchmarks/bench_server.py $(ARGS)
 
 # Without AMX: llama.cpp's own code for it dies on some virtual machines.
 $(PEERS)/.ready:
