@@ -187,9 +187,11 @@ class Contest:
         worker = Worker(name, settings, python, self._log)
         try:
             worker.run([(prompts(self._vocab, 1, 16, 0)[0], 1)], 1)
-            self.figures[name].add("start, s", time.perf_counter() - begin)
+            if not host_mib:
+                self.figures[name].add("start, s", time.perf_counter() - begin)
             yield worker
-            self.figures[name].add("memory, MiB", worker.peak_mib())
+            if not host_mib:
+                self.figures[name].add("memory, MiB", worker.peak_mib())
         finally:
             worker.close()
 
@@ -254,6 +256,11 @@ def against(case: str, ours: list[float], theirs: list[float] | None, engine: st
     return f"{ratio:.2f} of {target} {'ok' if ratio >= target else 'MISSED'}"
 
 
+def as_json(found: dict[str, dict[str, Figures]]) -> dict[str, Any]:
+    """Model -> engine -> case -> a value for each round."""
+    return {m: {e: f.values for e, f in figures.items()} for m, figures in found.items()}
+
+
 def plot(figures: dict[str, Figures], path: Path) -> None:
     """What is spoken of most, relative to vLLM. Needs matplotlib."""
     import matplotlib.pyplot as plt
@@ -301,7 +308,9 @@ def main() -> None:
                 limits.measure()
                 contest.round(number)
                 console.print(f"{model}: round {number + 1} of {args.rounds} done", style="dim")
-        found[model] = contest.figures
+                found[model] = contest.figures
+                if args.json:
+                    args.json.write_text(json.dumps(as_json(found), indent=2) + "\n")
         console.print(table_of(f"{Path(model).stem}: tokens/s, medians", contest.figures))
         if args.plot:
             plot(contest.figures, args.plot.with_stem(f"{args.plot.stem}-{Path(model).stem}"))
@@ -311,9 +320,6 @@ def main() -> None:
         f"{'AMX' if torch.cpu._is_amx_tile_supported() else 'no AMX'}; {args.rounds} rounds; "
         f"torch {torch.__version__}"
     )
-    if args.json:
-        report = {m: {e: f.values for e, f in figures.items()} for m, figures in found.items()}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
