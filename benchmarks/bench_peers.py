@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -125,7 +125,10 @@ class Worker:
         os.killpg(self._process.pid, signal.SIGCONT)
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._log.close()
+        for end in (self._process.stdin, self._process.stdout, self._log):
+            assert end is not None
+            with suppress(BrokenPipeError):  # what was not yet said to it
+                end.close()
 
 
 def measure_prefill(worker: Worker, length: int, seed: int, vocab: int) -> float:
