@@ -54,7 +54,7 @@ bench-peers: $(READY) $(PEERS)/.ready
 bench-server: $(READY)
 	@$(BIN)/python benchmarks/bench_server.py $(ARGS)
 
-# Without AMX: llama.cpp's own code for it dies on some virtual machines.
+# Without AMX: llama.cpp's own code for it crashed in one build here, and ran in another.
 $(PEERS)/.ready:
 	@echo "Preparing $(PEERS) (once; llama.cpp is compiled, which takes ten minutes) ..."
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)

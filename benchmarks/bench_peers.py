@@ -76,10 +76,11 @@ class Worker:
 
     def __init__(self, engine: str, settings: dict[str, Any], python: str, log: Path) -> None:
         script = HERE / "peers" / f"{engine.replace('.cpp', '')}_worker.py"
+        # VLLM_CPU_KVCACHE_SPACE would override the pool that it is given in bytes.
+        inherited = {k: v for k, v in os.environ.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
         environment = {
-            **os.environ,
+            **inherited,
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings['threads'] - 1}",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
         self._log = log.open("a")
