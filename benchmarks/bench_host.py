@@ -56,6 +56,7 @@ def main() -> None:
             ttft(llm, fresh(rng, args.tokens))
         results = [round_in_host(llm, rng, prompt) for prompt in track(prompts, transient=True)]
     if args.disk:
+        args.disk.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="ebbtide-bench-", dir=args.disk) as folder:
             with start(args, f"file://{folder}?size=16GiB") as llm:
                 llm.generate(prompts, FIRST)

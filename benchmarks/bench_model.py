@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import platform
 import statistics
@@ -37,6 +38,7 @@ from ebbtide.models.executor import TorchExecutor
 from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
 from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
+from ebbtide.models.packed import BYTES, TOKENS_MAX
 from ebbtide.models.sampler import Ask, sample
 from ebbtide.params import SamplingParams
 from reference import transformers_model
@@ -80,6 +82,10 @@ class Ours:
         self._executor = TorchExecutor(self.model, self.kv, TransferResult)
         self._rows: list[Row] = []
         self._free = 0
+
+    def resident_mib(self) -> float:
+        """What this process has in memory."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
 
     def prefill(self, prompts: list[list[int]]) -> float:
         """Feed prompts in one step, in blocks that others may have used before. Returns seconds."""
@@ -163,12 +169,14 @@ class Theirs:
         self._next[kind].tolist()  # a generation loop looks at every token
 
 
-def serve(connection: Connection, theirs: bool, model: str, threads: int, blocks: int) -> None:
-    """A process with one engine: answers (method, arguments) with what the method returns."""
+def serve(connection: Connection, form: Form | None, model: str, threads: int, blocks: int) -> None:
+    """A process with one engine: ours with weights in a form, or theirs. Answers (method, arguments)
+    with what the method returns."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(threads)
-    checkpoint = load_checkpoint(model, torch.bfloat16, form=Form.WIDE if theirs else Form.BOTH)
-    engine = Theirs(checkpoint) if theirs else Ours(checkpoint, blocks)
+    checkpoint = load_checkpoint(model, torch.bfloat16, form=form or Form.WIDE)
+    engine = Ours(checkpoint, blocks) if form else Theirs(checkpoint)
+    del checkpoint
     connection.send(None)
     while (call := connection.recv()) is not None:
         method, arguments = call
@@ -216,6 +224,34 @@ class Limits:
         self.read_rate = max(self.read_rate, READ_BYTES / seconds(self._data.sum))
         took = seconds(lambda: self._a @ self._b)
         self.matmul_rate = max(self.matmul_rate, 2 * MATMUL_SIZE**3 / took)
+
+
+def weight_counts(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Weights that every token is multiplied with: those of the layers, and the output head's."""
+    layers = sum(weight.numel() for weight in layer_weights(checkpoint).values())
+    return layers, checkpoint.config.vocab_size * checkpoint.config.hidden_size
+
+
+def layer_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return {n: w for n, w in checkpoint.weights.items() if ".layers." in n and w.dim() == 2}
+
+
+def read_bytes(checkpoint: Checkpoint, batch: int) -> float:
+    """Of weights, in a decode step of this many tokens."""
+    layers, head = weight_counts(checkpoint)
+    packed = sum(
+        weight.numel()
+        for name, weight in layer_weights(checkpoint).items()
+        if name in checkpoint.quantized and batch <= TOKENS_MAX
+    )
+    return packed * BYTES + 2 * (layers - packed + head)
+
+
+def measure(self) -> None:
+    """Once more; the best counts."""
+    self.read_rate = max(self.read_rate, READ_BYTES / seconds(self._data.sum))
+    took = seconds(lambda: self._a @ self._b)
+    self.matmul_rate = max(self.matmul_rate, 2 * MATMUL_SIZE**3 / took)
 
 
 def weight_counts(checkpoint: Checkpoint) -> tuple[int, int]:
@@ -359,11 +395,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     positions = PROMPT_TOKENS + STEPS * (args.rounds + 2)
     blocks = max(args.batches) * (positions // BLOCK_SIZE + 1) + PREFILL_TOKENS // BLOCK_SIZE + 1
-    checkpoint = load_checkpoint(args.model, torch.bfloat16)
+    checkpoint = load_checkpoint(args.model, torch.bfloat16, form=Form.BOTH)
+    step_bytes = {batch: read_bytes(checkpoint, batch) for batch in args.batches}
     vocab = checkpoint.config.vocab_size
     limits, layers, head = Limits(), *weight_counts(checkpoint)
     del checkpoint
-    ours, theirs = (Remote(t, args.model, args.threads, blocks) for t in (False, True))
+    ours, theirs = (Remote(f, args.model, args.threads, blocks) for f in (Form.BOTH, None))
 
     rates = {"prefill": bench_prefill(ours, theirs, limits, args.rounds, vocab)}
     for batch in args.batches:
@@ -374,7 +411,7 @@ def main() -> None:
             limit, by = limits.matmul_rate / (2 * layers), "multiplying with the weights"
         else:
             batch = int(case.split()[1])
-            read = batch * limits.read_rate / (2 * (layers + head))
+            read = batch * limits.read_rate / step_bytes[batch]
             multiply = limits.matmul_rate / (2 * (layers + head))
             limit = min(read, multiply)
             by = "reading the weights" if read < multiply else "multiplying with the weights"
@@ -389,10 +426,11 @@ def main() -> None:
 
     console = Console(width=120)
     show(console, results, parts)
+    megabytes = ", ".join(f"{count / 1e6:.0f}" for count in step_bytes.values())
     console.print(
         f"{args.threads} threads of {platform.processor() or platform.machine()}; memory read "
         f"{limits.read_rate / 1e9:.1f} GB/s, bfloat16 products {limits.matmul_rate / 1e9:.0f} GFLOP/s; "
-        f"{2 * (layers + head) / 1e6:.0f} MB of weights per step; torch {torch.__version__}, "
+        f"MB of weights per step: {megabytes}; torch {torch.__version__}, "
         f"transformers {transformers.__version__}; {args.rounds} rounds"
     )
     if args.json:

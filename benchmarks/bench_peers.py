@@ -266,7 +266,7 @@ def as_json(found: dict[str, dict[str, Figures]]) -> dict[str, Any]:
 
 
 def plot(figures: dict[str, Figures], path: Path) -> None:
-    """What is spoken of most, relative to vLLM. Needs matplotlib."""
+    """Speed in each case, relative to ours. Needs matplotlib."""
     import matplotlib.pyplot as plt
 
     cases = [c for c in figures["ebbtide"].values if c.startswith(("prefill", "decode", "turns"))]

@@ -26,10 +26,12 @@ from typing import Any
 
 from rich.console import Console
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
+from ebbtide.engine.config import DEFAULT_MODEL
+
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 128
 KV_MEMORY = 512 << 20
 START_LIMIT_S, RATIO_MIN = 5.0, 0.93
+START_DEADLINE_S = 60.0
 
 
 @contextmanager
@@ -43,7 +45,7 @@ def server() -> Iterator[tuple[int, float]]:
     command = [program, "serve", "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        asyncio.run(first_answer(port, process))
+        asyncio.run(asyncio.wait_for(first_answer(port, process), START_DEADLINE_S))
         yield port, time.perf_counter() - begin
     finally:
         process.terminate()

@@ -84,6 +84,23 @@ def test_a_window_reads_only_its_window(mixed):
                 assert tile.high - tile.low <= QUERY_TILE_CPU + spec.window - 1
 
 
+def test_the_masks_of_a_step_are_views_of_one_of_a_tile_and_its_keys(mixed):
+    """Memory for a prompt fed at once does not grow with the square of its length."""
+    driver = Driver(config_of(mixed), mixed.state_dict(), block_size=8, num_blocks=2048)
+    requests = [driver.add(random_tokens(n, seed=n)) for n in (700, 1100, 90)]
+    rows = [driver.row(request, request.prompt) for request in requests]
+    batch = plan_batch(rows, {}, driver.layout, CPU)
+    for group in batch.groups:
+        tiles = [tile for prefill in group.prefills for tile in prefill.tiles]
+        assert len(tiles) == 3 + 5 + 1
+        for tile in tiles:
+            assert tile.mask.shape == (1, tile.last - tile.first, tile.high - tile.low)
+        storages = {t.mask.untyped_storage().data_ptr(): t.mask.untyped_storage() for t in tiles}
+        assert len(storages) == 1
+        (storage,) = storages.values()
+        assert storage.nbytes() <= QUERY_TILE_CPU * 1100 * driver.layout.dtype.itemsize
+
+
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_attention_call_is_softmax_of_products(queries, masked):

@@ -47,8 +47,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def test_integers_are_those_of_the_file(kind: str) -> None:
     weight = quantized(kind, 16, 96, 1)
     integers, scales, zeros = weight.unpack()
-    wide = (s.repeat_interleave(32, dim=1) for s in (scales, zeros))
-    scale, zero = wide
+    scale, zero = (each.repeat_interleave(32, dim=1) for each in (scales, zeros))
     assert integers.unique().tolist() == list(range(16))
     torch.testing.assert_close(
         (integers.float() - 8) * scale + zero, weight.dequantize(torch.float32)

@@ -46,8 +46,7 @@ def _settings(
     ] = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = DEFAULTS.dtype,
     weights: Annotated[
-        str,
-        typer.Option(help="auto, packed (4 bits, where the file has such), bfloat16 or float32."),
+        str, typer.Option(help="auto, packed, bfloat16, float32.")
     ] = DEFAULTS.weights,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = DEFAULTS.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the model.")] = None,

@@ -30,6 +30,7 @@ from ebbtide.params import SamplingParams
 if TYPE_CHECKING:
     from ebbtide.models.checkpoint import Checkpoint, Form
     from ebbtide.models.kv import KVLayout
+    from ebbtide.models.llama import LlamaModel
 
 TRY_S = 0.5  # the start waits so long at most until it is known how fast the tiers are
 
@@ -54,7 +55,6 @@ class Engine:
 
         from ebbtide.models.executor import TorchExecutor
         from ebbtide.models.kv import KVMemory, layout_for
-        from ebbtide.models.llama import LlamaModel
 
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -83,14 +83,7 @@ class Engine:
             store_after=config.store_after,
         )
         self._block_bytes = layout.block_bytes
-        model = LlamaModel(
-            checkpoint.config,
-            checkpoint.weights,
-            layout,
-            device,
-            checkpoint.quantized,
-            weights_dtype,
-        )
+        model = _build(checkpoint, layout, device, weights_dtype)
         mover = Mover(
             lambda transfer: move(transfer, arena, memory),
             lambda: self._loop.wake(),
@@ -324,6 +317,13 @@ def _load(config: EngineConfig, form: Form, dtype: Any, progress: Progress | Non
             "weights",
         )
     return checkpoint
+
+
+def _build(checkpoint: Checkpoint, layout: KVLayout, device: Any, dtype: Any) -> LlamaModel:
+    from ebbtide.models.llama import LlamaModel
+
+    config, weights = checkpoint.config, checkpoint.weights
+    return LlamaModel(config, weights, layout, device, checkpoint.quantized, dtype)
 
 
 def _max_length(config: EngineConfig, checkpoint: Checkpoint) -> int:

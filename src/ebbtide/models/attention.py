@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ebbtide.core.groups import KVGroup
 from ebbtide.core.plan import Row
 from ebbtide.models.kv import KVLayout, KVMemory
 
-QUERY_TILE_CPU = (
-    256  # queries per attention call: what bounds their masks, and skips what none sees
-)
+QUERY_TILE_CPU = 256  # queries per attention call: bounds the mask, and skips keys that none sees
 QUERY_TILE = 1024
 BUCKET_WASTE_BLOCKS = 32  # padding that costs about as much as one more attention call
 BUCKET_BYTES = (
@@ -166,11 +165,11 @@ def _plan_group(
         block, offset = np.divmod(np.arange(row.start, row.end), size)
         parts.append(own[block - begin] * (slots * size) + offset)
     write = np.concatenate(parts) + np.arange(slots)[:, None] * size
-    masks = _CausalMasks(layout.groups[group].window, layout.dtype, device)
+    causal = _causal_mask(rows[num_decodes:], layout.groups[group], layout.dtype, device)
     token = num_decodes
     prefills = []
     for row in rows[num_decodes:]:
-        prefills.append(_plan_prefill(row, token, group, layout, masks, device))
+        prefills.append(_plan_prefill(row, token, group, layout, causal, device))
         token += row.end - row.start
     return GroupBatch(
         torch.from_numpy(write).to(device).unbind(),
@@ -238,39 +237,36 @@ def _slots(ids: list[int], layout: KVLayout, device: torch.device) -> tuple[Tens
     return torch.from_numpy(index).to(device).unbind()
 
 
-class _CausalMasks:
-    """Masks of one group's tiles in a step. All are views of one, whose last key is the last query."""
+def _spans(row: Row, spec: KVGroup, device: torch.device) -> list[tuple[int, int, int]]:
+    """A prefill row's tiles: queries [low, high), and the first key that any of them sees."""
+    tile = QUERY_TILE_CPU if device.type == "cpu" else QUERY_TILE
+    return [
+        (low, min(low + tile, row.end), spec.first_visible(low))
+        for low in range(row.start, row.end, tile)
+    ]
 
-    def __init__(self, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._window, self._dtype, self._device = window, dtype, device
-        self._mask = torch.empty(0, 0)
 
-    def tile(self, queries: int, keys: int) -> Tensor:
-        """[1, queries, keys]: 0 where the query sees the key, else -inf."""
-        have_queries, have_keys = self._mask.shape
-        if queries > have_queries or keys > have_keys:
-            have_queries, have_keys = max(queries, have_queries), max(keys, have_keys)
-            distance = (
-                torch.arange(have_queries, device=self._device)[:, None]
-                - torch.arange(have_keys, device=self._device)
-                + (have_keys - have_queries)
-            )
-            hidden = distance < 0
-            if self._window is not None:
-                hidden |= distance >= self._window
-            self._mask = torch.zeros(
-                hidden.shape, dtype=self._dtype, device=self._device
-            ).masked_fill_(hidden, -torch.inf)
-        return self._mask[None, have_queries - queries :, have_keys - keys :]
+def _causal_mask(
+    rows: list[Row], spec: KVGroup, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[queries, keys], large enough for each tile of these rows: 0 where the query sees the key, else
+    -inf. The last key is the last query, so a tile's mask is this one's lower right corner."""
+    spans = [span for row in rows for span in _spans(row, spec, device)]
+    queries = max((high - low for low, high, _ in spans), default=0)
+    keys = max((high - visible for _, high, visible in spans), default=0)
+    distance = (
+        torch.arange(queries, device=device)[:, None]
+        - torch.arange(keys, device=device)
+        + (keys - queries)
+    )
+    hidden = distance < 0
+    if spec.window is not None:
+        hidden |= distance >= spec.window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def _plan_prefill(
-    row: Row,
-    token: int,
-    group: int,
-    layout: KVLayout,
-    masks: _CausalMasks,
-    device: torch.device,
+    row: Row, token: int, group: int, layout: KVLayout, causal: Tensor, device: torch.device
 ) -> Prefill:
     size = layout.block_size
     spec = layout.groups[group]
@@ -279,12 +275,10 @@ def _plan_prefill(
     index = _slots(ids[begin - first : (row.end - 1) // size + 1 - first], layout, device)
     base = begin * size  # position of the first key gathered
     at = token - row.start
-    tile = QUERY_TILE_CPU if device.type == "cpu" else QUERY_TILE
+    queries, keys = causal.shape
     tiles = []
-    for low in range(row.start, row.end, tile):
-        high = min(low + tile, row.end)
-        visible = spec.first_visible(low)
-        mask = masks.tile(high - low, high - visible)
+    for low, high, visible in _spans(row, spec, device):
+        mask = causal[None, queries - (high - low) :, keys - (high - visible) :]
         tiles.append(Tile(at + low, at + high, visible - base, high - base, mask))
     return Prefill(index, tuple(tiles))
 

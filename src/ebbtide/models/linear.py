@@ -79,7 +79,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._half is not None and x.dtype == torch.float32:
             return torch.ops.quantized.linear_dynamic_fp16(x, self._half)
-        if self._few is not None and len(x) <= self._few.tokens_max:
+        if self._few is not None and self._few.pays_for(x):
             product = self._few(x)
             return product if self._bias is None else product.add_(self._bias)
         if self._blocked:
@@ -88,7 +88,7 @@ class Linear:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + self(x)``."""
-        few = self._few is not None and len(x) <= self._few.tokens_max
+        few = self._few is not None and self._few.pays_for(x)
         if self._blocked and not few and x.dtype == torch.bfloat16:
             return torch.ops.mkldnn._linear_pointwise.binary(
                 x, residual, self._weight, self._bias, "add"
@@ -116,17 +116,12 @@ class GatedLinear:
         self._activation = activation
         self._few = packed
         self._blocked = gate is not None and can_pack(gate)
-        self._half = self._both = None
-        if gate is None or up is None:
-            return
-        if small_batches or not self._blocked:
-            self._both = torch.cat([gate, up])
-        if small_batches:
-            self._half = pack_half(self._both, None)
+        both = None if gate is None or up is None else torch.cat([gate, up])
+        self._half = pack_half(both, None) if small_batches and both is not None else None
+        self._both = None if self._blocked else both
         if self._blocked:
             self._gate = torch.ops.mkldnn._reorder_linear_weight(gate.contiguous())
             self._up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous())
-            self._both = None
 
     @property
     def takes_float32(self) -> bool:
@@ -136,7 +131,7 @@ class GatedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._half is not None and x.dtype == torch.float32:
             product = torch.ops.quantized.linear_dynamic_fp16(x, self._half)
-        elif self._few is not None and len(x) <= self._few.tokens_max:
+        elif self._few is not None and self._few.pays_for(x):
             product = self._few(x)
         elif self._blocked:
             linear = torch.ops.mkldnn._linear_pointwise

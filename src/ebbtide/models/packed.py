@@ -18,12 +18,13 @@ from ebbtide.models.dequantize import dequantize
 
 GROUP = 32
 KINDS = ("Q4_0", "Q4_1")
+BYTES = 0.5 + 4 / GROUP  # of a weight, with its share of scale and zero
 ROW_MULTIPLE = 16  # of output rows, that PyTorch's product wants
 
 # Tokens per step up to which 4-bit weights are faster than the same in bfloat16, where there are both. ms
 # per step of a 135M model, 4 bits and bfloat16, 2 threads: with AMX 9.2 and 19.5 for 1 token, 21.2 and 24.0
-# for 8, 27.2 and 26.8 for 10; without it, 22.4 and 31.4 for 8, 39 and 45 for 16. (The products alone would
-# meet at 6 with AMX; but weights in bfloat16 drive all else out of the cache.)
+# for 8, 27.2 and 26.8 for 10; without it, 22.4 and 31.4 for 8, 39 and 45 for 16.
+# (The products alone would meet at 6 with AMX; but what lies between them is slower beside bfloat16 weights.)
 TOKENS_MAX = 8 if torch.cpu._is_amx_tile_supported() else 16
 # The same where the alternative is to dequantise them in every step.
 TOKENS_MAX_ALONE = 32
@@ -71,11 +72,14 @@ class Packed:
 
     def __init__(self, parts: Sequence[Quantized], alone: bool = False) -> None:
         integers, scales, zeros = map(torch.cat, zip(*(p.unpack() for p in parts), strict=True))
-        self.shape = integers.shape
-        self.tokens_max = TOKENS_MAX_ALONE if alone else TOKENS_MAX
+        self._tokens_max = TOKENS_MAX_ALONE if alone else TOKENS_MAX
         self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers.int(), 1)
         self._scales = torch.stack([scales.T, zeros.T], dim=-1).to(torch.bfloat16)
         self._parts = tuple(parts) if alone else ()
+
+    def pays_for(self, x: Tensor) -> bool:
+        """Whether x [tokens, in] has so few rows that this is the fastest form."""
+        return len(x) <= self._tokens_max
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T`` for x [tokens, in] in bfloat16."""
