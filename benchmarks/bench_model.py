@@ -247,23 +247,6 @@ def read_bytes(checkpoint: Checkpoint, batch: int) -> float:
     return packed * BYTES + 2 * (layers - packed + head)
 
 
-def measure(self) -> None:
-    """Once more; the best counts."""
-    self.read_rate = max(self.read_rate, READ_BYTES / seconds(self._data.sum))
-    took = seconds(lambda: self._a @ self._b)
-    self.matmul_rate = max(self.matmul_rate, 2 * MATMUL_SIZE**3 / took)
-
-
-def weight_counts(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Weights that every token is multiplied with: those of the layers, and the output head's."""
-    layers = sum(
-        weight.numel()
-        for name, weight in checkpoint.weights.items()
-        if ".layers." in name and weight.dim() == 2
-    )
-    return layers, checkpoint.config.vocab_size * checkpoint.config.hidden_size
-
-
 def measure(
     contenders: dict[str, Callable[[], float]], limits: Limits, rounds: int, tokens: int
 ) -> dict[str, list[float]]:
