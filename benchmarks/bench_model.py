@@ -32,7 +32,6 @@ from rich.table import Table as RichTable
 from torch.profiler import ProfilerActivity, profile
 
 from ebbtide.core.plan import Row, StepPlan, Table, TransferResult
-from ebbtide.models.attention import plan_batch
 from ebbtide.models.checkpoint import Checkpoint, Form
 from ebbtide.models.executor import TorchExecutor
 from ebbtide.models.kv import KVMemory, layout_for
@@ -129,7 +128,7 @@ class Ours:
         self._executor.close()
         rows = self.rows(prompts)
         if decode:
-            self.model.forward(plan_batch(rows, {}, self.layout, torch.device("cpu")), self.kv)
+            self.model.forward(self.model.plan(rows, {}), self.kv)
             rows = [self._row(r.request_id, [*r.tokens, 1], r.end, r.tables) for r in rows]
         return breakdown(self, rows)
 
@@ -317,12 +316,11 @@ def breakdown(ours: Ours, rows: list[Row]) -> dict[str, float]:
     Inside the forward pass the profiler says how the time splits; what no operator accounts for is
     Python and dispatch. What profiling itself costs is scaled away.
     """
-    device = torch.device("cpu")
-    batch = plan_batch(rows, {}, ours.layout, device)
+    batch = ours.model.plan(rows, {})
     logits = ours.model.forward(batch, ours.kv)
     asks = [Ask(GREEDY, 0, row.tokens, row.end) for row in rows]
     runs = 3 if len(batch.tokens) > PROMPT_TOKENS else 15
-    plan_s = min(seconds(lambda: plan_batch(rows, {}, ours.layout, device)) for _ in range(runs))
+    plan_s = min(seconds(lambda: ours.model.plan(rows, {})) for _ in range(runs))
     forward_s = min(seconds(lambda: ours.model.forward(batch, ours.kv)) for _ in range(runs))
     sample_s = min(seconds(lambda: sample(logits, asks)) for _ in range(runs))
     with profile(activities=[ProfilerActivity.CPU]) as recorded:

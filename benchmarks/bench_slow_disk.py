@@ -48,8 +48,9 @@ from rich.table import Table
 
 import ebbtide.engine.tiers
 from conversations import ASKS, RULES, TOPICS
+from ebbtide.engine.build import choose_dtype
 from ebbtide.engine.config import DEFAULT_MODEL, EngineConfig
-from ebbtide.engine.engine import Engine, choose_dtype
+from ebbtide.engine.engine import Engine
 from ebbtide.engine.output import Delta
 from ebbtide.models.checkpoint import Checkpoint
 from ebbtide.models.kv import layout_for

@@ -7,13 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ebbtide.cli import main as cli
-from ebbtide.cli.options import _settings, parse_bytes, with_flags
+from ebbtide.cli.options import _settings, parse_bytes, tier_urls, with_flags
 from ebbtide.errors import InputError
 
 
@@ -96,9 +98,13 @@ def test_only_names_of_settings_become_options() -> None:
         assert with_flags(plain) == plain
 
 
+def _options(function: Callable[..., Any]) -> list[tuple[str, inspect.Parameter]]:
+    return list(inspect.signature(function).parameters.items())
+
+
 def test_every_option_is_documented_with_its_default() -> None:
     table = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    for name, parameter in inspect.signature(_settings).parameters.items():
+    for name, parameter in [*_options(_settings), *_options(tier_urls)]:
         row = re.search(rf"^\| `--{name.replace('_', '-')}` \| (.+?) \|", table, re.MULTILINE)
         assert row, name
         if parameter.default is not None:

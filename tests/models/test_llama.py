@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional
 
 from ebbtide.models import attention
-from ebbtide.models.attention import QUERY_TILE_CPU, attend_once, plan_batch
+from ebbtide.models.attention import QUERY_TILE_CPU, attend_once
 from ebbtide.models.gemma import every_nth_full
+from ebbtide.models.kernels import TorchNorm
 from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.linear import GatedLinear, Linear, can_pack
-from ebbtide.models.llama import LlamaModel, RMSNorm
+from ebbtide.models.llama import LlamaModel
 
 from .harness import Driver, config_of, tiny
 
@@ -38,7 +39,7 @@ def logits_of(model, tokens: list[int]) -> torch.Tensor:
 
 def step_logits(driver: Driver, rows) -> torch.Tensor:
     with torch.inference_mode():
-        return driver.model.forward(plan_batch(rows, {}, driver.layout, CPU), driver.kv)
+        return driver.model.forward(driver.model.plan(rows, {}), driver.kv)
 
 
 @pytest.mark.parametrize("chunks", [[700], [1, 699], [129, 64, 300, 207], [350, 350]])
@@ -62,7 +63,7 @@ def test_decodes_of_very_different_lengths_share_a_step(mixed, monkeypatch):
     requests = [driver.add(prompt) for prompt in prompts]
     step_logits(driver, [driver.row(r, n) for r, n in zip(requests, lengths, strict=True)])
     rows = [driver.row(request, 1) for request in requests]
-    batch = plan_batch(rows, {}, driver.layout, CPU)
+    batch = driver.model.plan(rows, {})
     assert all(len(group.buckets) > 3 for group in batch.groups[3:])
     logits = step_logits(driver, rows)
     expected = torch.stack([logits_of(mixed, prompt) for prompt in prompts])
@@ -74,7 +75,7 @@ def test_a_window_reads_only_its_window(mixed):
     driver = Driver(config_of(mixed), mixed.state_dict(), block_size=8, num_blocks=1024)
     request = driver.add(random_tokens(600))
     driver.row(request, 500)
-    batch = plan_batch([driver.row(request, 100)], {}, driver.layout, CPU)
+    batch = driver.model.plan([driver.row(request, 100)], {})
     for spec, group in zip(driver.layout.groups, batch.groups, strict=True):
         (prefill,) = group.prefills
         keys = 600 if spec.window is None else 100 + spec.window - 1
@@ -89,7 +90,7 @@ def test_the_masks_of_a_step_are_views_of_one_of_a_tile_and_its_keys(mixed):
     driver = Driver(config_of(mixed), mixed.state_dict(), block_size=8, num_blocks=2048)
     requests = [driver.add(random_tokens(n, seed=n)) for n in (700, 1100, 90)]
     rows = [driver.row(request, request.prompt) for request in requests]
-    batch = plan_batch(rows, {}, driver.layout, CPU)
+    batch = driver.model.plan(rows, {})
     for group in batch.groups:
         tiles = [tile for prefill in group.prefills for tile in prefill.tiles]
         assert len(tiles) == 3 + 5 + 1
@@ -185,7 +186,7 @@ def test_rms_norm():
     x, weight = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(6)).unbind()
     expected = functional.rms_norm(x, (48,), weight[0], 1e-5)
     before = x.clone()
-    torch.testing.assert_close(RMSNorm(weight[0], 1e-5)(x), expected)
+    torch.testing.assert_close(TorchNorm(weight[0], 1e-5)(x), expected)
     assert torch.equal(x, before)
 
 

@@ -11,7 +11,6 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from ebbtide.core.plan import Row, Table
-from ebbtide.models.attention import plan_batch
 from ebbtide.models.checkpoint import Checkpoint, Form
 from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.linear import GatedLinear, Linear
@@ -129,7 +128,7 @@ def first_logits(checkpoint: Checkpoint, prompt: list[int], dtype: torch.dtype) 
     with torch.inference_mode():
         for start, end in ((0, len(prompt) - 1), (len(prompt) - 1, len(prompt))):
             row = Row("r", prompt, len(prompt), start, end, tables, GREEDY, 0)
-            logits = model.forward(plan_batch([row], {}, layout, torch.device("cpu")), kv)
+            logits = model.forward(model.plan([row], {}), kv)
     return logits[0].float()
 
 

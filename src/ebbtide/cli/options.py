@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
@@ -48,6 +48,7 @@ def _settings(
     weights: Annotated[
         str, typer.Option(help="auto, packed, bfloat16, float32.")
     ] = DEFAULTS.weights,
+    kernels: Annotated[str, typer.Option(help="auto, native or torch.")] = DEFAULTS.kernels,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = DEFAULTS.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the model.")] = None,
     kv_memory: Annotated[str, typer.Option(help="Device memory for KV, such as 2GiB.")] = "512MiB",
@@ -72,6 +73,32 @@ def _settings(
     on_lost_kv: Annotated[
         str, typer.Option(help="recompute, or fail the requests whose KV was lost.")
     ] = DEFAULTS.on_lost_kv,
+    store_after: Annotated[
+        int, typer.Option(help="KV is kept when so many requests have had it.")
+    ] = DEFAULTS.store_after,
+) -> EngineConfig:
+    return EngineConfig(
+        model=model,
+        dtype=dtype,
+        weights=weights,
+        kernels=kernels,
+        device=device,
+        threads=threads,
+        kv_bytes=parse_bytes(kv_memory, "--kv-memory"),
+        host_bytes=parse_bytes(host_memory, "--host-memory"),
+        host_policy=host_policy,
+        block_size=block_size,
+        blocks_per_chunk=blocks_per_chunk,
+        max_length=max_length,
+        max_batch=max_batch,
+        max_step_tokens=max_step_tokens,
+        overlap=overlap,
+        on_lost_kv=on_lost_kv,
+        store_after=store_after,
+    )
+
+
+def tier_urls(
     disk: Annotated[
         str | None, typer.Option(help="A directory for KV that outlives the process.")
     ] = None,
@@ -88,38 +115,6 @@ def _settings(
     tier: Annotated[
         list[str] | None, typer.Option(help="Any further tier, by its URL; may be repeated.")
     ] = None,
-    store_after: Annotated[
-        int, typer.Option(help="KV is kept when so many requests have had it.")
-    ] = DEFAULTS.store_after,
-) -> EngineConfig:
-    return EngineConfig(
-        model=model,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        threads=threads,
-        kv_bytes=parse_bytes(kv_memory, "--kv-memory"),
-        host_bytes=parse_bytes(host_memory, "--host-memory"),
-        host_policy=host_policy,
-        block_size=block_size,
-        blocks_per_chunk=blocks_per_chunk,
-        max_length=max_length,
-        max_batch=max_batch,
-        max_step_tokens=max_step_tokens,
-        overlap=overlap,
-        on_lost_kv=on_lost_kv,
-        tiers=tier_urls(disk, disk_size, disk_write, valkey, object, tier or ()),
-        store_after=store_after,
-    )
-
-
-def tier_urls(
-    disk: str | None,
-    disk_size: str | None,
-    disk_write: str | None,
-    valkey: str | None,
-    object: str | None,
-    others: Sequence[str],
 ) -> tuple[str, ...]:
     """URLs of the tiers that the options name, nearest first."""
     urls = []
@@ -134,12 +129,16 @@ def tier_urls(
         urls.append(valkey)
     if object is not None:
         urls.append(f"object+{object}" if object.startswith("file:") else object)
-    return (*urls, *others)
+    return (*urls, *(tier or ()))
 
 
 FLAGS = {
     name: f"--{name.replace('_', '-')}"
-    for name in (*inspect.signature(_settings).parameters, "max_tokens", "temperature", "seed")
+    for name in (
+        *inspect.signature(_settings).parameters,
+        *inspect.signature(tier_urls).parameters,
+        *("max_tokens", "temperature", "seed"),
+    )
 } | {"kv_bytes": "--kv-memory", "host_bytes": "--host-memory"}
 _WORDS = re.compile(rf"\b({'|'.join(name for name in FLAGS if '_' in name)})\b")
 _START = re.compile(rf"\A({'|'.join(FLAGS)}) must be\b")
@@ -154,15 +153,17 @@ def with_flags(message: str) -> str:
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the engine's options; it gets them together, as ``engine``."""
     signature = inspect.signature(command, eval_str=True)
-    shared = inspect.signature(_settings, eval_str=True).parameters
+    ours = [inspect.signature(part, eval_str=True).parameters for part in (_settings, tier_urls)]
     own = [p for name, p in signature.parameters.items() if name != "engine"]
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> None:
-        config = _settings(**{name: given.pop(name) for name in shared})
+        settings, tiers = ({name: given.pop(name) for name in part} for part in ours)
+        config = replace(_settings(**settings), tiers=tier_urls(**tiers))
         command(engine=EngineOptions(config), **given)
 
-    everything = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *shared.values())]
+    shared = [p for part in ours for p in part.values()]
+    everything = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *shared)]
     wrapped.__signature__ = signature.replace(parameters=everything)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in everything}
     return wrapped

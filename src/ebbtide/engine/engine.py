@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
+from ebbtide.engine.build import Progress, build, choose_device, choose_dtype, choose_weights, load
 from ebbtide.engine.config import MIB, EngineConfig
 from ebbtide.engine.lookups import Chunking, Lookups
 from ebbtide.engine.loop import EngineLoop
@@ -28,13 +29,10 @@ from ebbtide.offload.tiers.base import TierStats
 from ebbtide.params import SamplingParams
 
 if TYPE_CHECKING:
-    from ebbtide.models.checkpoint import Checkpoint, Form
+    from ebbtide.models.checkpoint import Checkpoint
     from ebbtide.models.kv import KVLayout
-    from ebbtide.models.llama import LlamaModel
 
 TRY_S = 0.5  # the start waits so long at most until it is known how fast the tiers are
-
-Progress = Callable[[str, float], None]
 
 
 class Engine:
@@ -61,7 +59,7 @@ class Engine:
         device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
         form, weights_dtype = choose_weights(config.weights, device, dtype)
         if checkpoint is None:
-            checkpoint = _load(config, form, weights_dtype, progress)
+            checkpoint = load(config, form, weights_dtype, progress)
         self.config = config
         self.model_name = checkpoint.name
         self.tokenizer = checkpoint.tokenizer
@@ -83,7 +81,7 @@ class Engine:
             store_after=config.store_after,
         )
         self._block_bytes = layout.block_bytes
-        model = _build(checkpoint, layout, device, weights_dtype)
+        model = build(config, checkpoint, layout, device, weights_dtype)
         mover = Mover(
             lambda transfer: move(transfer, arena, memory),
             lambda: self._loop.wake(),
@@ -259,71 +257,6 @@ def _figures(tier: Below, offload: OffloadManager) -> TierFigures:
         chunk_seconds=tier.chunk_seconds,
         compute_seconds=offload.compute_seconds,
     )
-
-
-def choose_device(name: str) -> Any:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"device must be auto, cpu or cuda, got {name!r}", "device") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device is cuda, but this machine has no CUDA device that torch can use")
-    return device
-
-
-def choose_dtype(name: str, device: str) -> Any:
-    """bfloat16 on GPUs and on CPUs with instructions for it, float32 elsewhere."""
-    import torch
-
-    if name != "auto":
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-    if choose_device(device).type == "cuda" or torch.cpu._is_avx512_bf16_supported():
-        return torch.bfloat16
-    return torch.float32
-
-
-def choose_weights(name: str, device: Any, dtype: Any) -> tuple[Form, Any]:
-    """In which form weights are held, and the dtype of those that are not packed. Packed ones are for
-    products in bfloat16 on a CPU; beside them, "auto" keeps what is faster for steps of many tokens."""
-    import torch
-
-    from ebbtide.models.checkpoint import Form
-
-    packs = device.type == "cpu" and dtype == torch.bfloat16
-    if name == "packed" and not packs:
-        raise InputError("weights=packed needs device=cpu and dtype=bfloat16", "weights")
-    if name == "bfloat16" and dtype != torch.bfloat16:
-        raise InputError("weights=bfloat16 needs dtype=bfloat16, or leave both at auto", "weights")
-    if name == "packed":
-        return Form.PACKED, dtype
-    if name == "auto" and packs:
-        return Form.BOTH, dtype
-    return Form.WIDE, torch.float32 if name == "float32" else dtype
-
-
-def _load(config: EngineConfig, form: Form, dtype: Any, progress: Progress | None) -> Checkpoint:
-    from ebbtide.models.checkpoint import Form
-    from ebbtide.models.load import load_checkpoint
-    from ebbtide.models.packed import KINDS
-
-    checkpoint = load_checkpoint(config.model, dtype, progress, form)
-    if form is Form.PACKED and not checkpoint.quantized:
-        raise InputError(
-            f"weights=packed, but {checkpoint.name} has no weights in {' or '.join(KINDS)}: use auto",
-            "weights",
-        )
-    return checkpoint
-
-
-def _build(checkpoint: Checkpoint, layout: KVLayout, device: Any, dtype: Any) -> LlamaModel:
-    from ebbtide.models.llama import LlamaModel
-
-    config, weights = checkpoint.config, checkpoint.weights
-    return LlamaModel(config, weights, layout, device, checkpoint.quantized, dtype)
 
 
 def _max_length(config: EngineConfig, checkpoint: Checkpoint) -> int:

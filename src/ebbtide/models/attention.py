@@ -6,7 +6,8 @@ prefill rows, each a run::
     tokens  |d0|d1|d2|d3|.. prefill 0 ..|.. prefill 1 ..|
             |bucket |bkt|
 
-``plan_batch`` turns rows into index tensors, for every KV group. ``attend`` then needs, per layer,
+``plan_batch`` turns rows into tensors, ``plan_group`` into those of one KV group. ``attend`` then needs,
+per layer,
 one write of the new keys and values and, per bucket and per prefill row, one gather of blocks and
 one attention call. Decode rows of similar length share a call (a bucket), padded to the longest;
 the heads that share a key head become the query axis, so that a key is read once. A prefill row
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -95,14 +97,26 @@ class Batch:
     tokens: Tensor
     positions: Tensor
     last: Tensor
-    groups: tuple[GroupBatch, ...]
+    groups: tuple[Any, ...]
     started: tuple[int, ...]
 
 
+class PlanGroup(Protocol):
+    """Works out what attention needs to know of a step in one KV group: see ``plan_group``."""
+
+    def __call__(
+        self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
+    ) -> Any: ...
+
+
 def plan_batch(
-    rows: Sequence[Row], sampled: dict[int, int], layout: KVLayout, device: torch.device
+    rows: Sequence[Row],
+    sampled: dict[int, int],
+    layout: KVLayout,
+    device: torch.device,
+    plan_group: PlanGroup,
 ) -> Batch:
-    """Work out a step's index tensors.
+    """Work out a step's tensors.
 
     sampled: row number -> token that the preceding step sampled, for rows with ``end > known``.
     """
@@ -123,7 +137,7 @@ def plan_batch(
     started: list[int] = []
     groups = []
     for group in range(len(layout.groups)):
-        groups.append(_plan_group([rows[i] for i in order], len(decodes), group, layout, device))
+        groups.append(plan_group([rows[i] for i in order], len(decodes), group, layout, device))
         started += _started(rows, group, layout.block_size)
     return Batch(
         torch.tensor(tokens, device=device),
@@ -145,9 +159,23 @@ def _started(rows: Sequence[Row], group: int, block_size: int) -> list[int]:
     return blocks
 
 
-def _plan_group(
+def plan_group(
     rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
 ) -> GroupBatch:
+    """rows: decode rows, longest first, then the others."""
+    size, slots = layout.block_size, layout.layers_per_group
+    write = places_of(rows, num_decodes, group, layout) + np.arange(slots)[:, None] * size
+    return GroupBatch(
+        torch.from_numpy(write).to(device).unbind(),
+        tuple(_plan_buckets(rows[:num_decodes], group, layout, device)),
+        plan_prefills(rows, num_decodes, group, layout, device),
+    )
+
+
+def places_of(
+    rows: list[Row], num_decodes: int, group: int, layout: KVLayout
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """[tokens]: where each token's key and value go, as rows of ``KVMemory.positions``, in slot 0."""
     size, slots = layout.block_size, layout.layers_per_group
     blocks: list[int] = []  # of every token
     offsets: list[int] = []
@@ -164,18 +192,20 @@ def _plan_group(
         own = np.array(ids[begin - first : (row.end - 1) // size + 1 - first], dtype=np.int64)
         block, offset = np.divmod(np.arange(row.start, row.end), size)
         parts.append(own[block - begin] * (slots * size) + offset)
-    write = np.concatenate(parts) + np.arange(slots)[:, None] * size
+    return np.concatenate(parts)
+
+
+def plan_prefills(
+    rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
+) -> tuple[Prefill, ...]:
+    """Those of the rows after the decode rows."""
     causal = _causal_mask(rows[num_decodes:], layout.groups[group], layout.dtype, device)
     token = num_decodes
     prefills = []
     for row in rows[num_decodes:]:
         prefills.append(_plan_prefill(row, token, group, layout, causal, device))
         token += row.end - row.start
-    return GroupBatch(
-        torch.from_numpy(write).to(device).unbind(),
-        tuple(_plan_buckets(rows[:num_decodes], group, layout, device)),
-        tuple(prefills),
-    )
+    return tuple(prefills)
 
 
 def _plan_buckets(
@@ -303,7 +333,17 @@ def attend(qkv: Tensor, group: GroupBatch, slot: int, kv: KVMemory, out: Tensor)
         keys, values = seen.permute(2, 0, 3, 1, 4).unbind()
         of = slice(bucket.first, bucket.last)
         results[of] = attend_once(queries[of], keys, values, bucket.mask)
-    for prefill in group.prefills:
+    attend_prefills(qkv, group.prefills, slot, kv, out)
+
+
+def attend_prefills(
+    qkv: Tensor, prefills: Sequence[Prefill], slot: int, kv: KVMemory, out: Tensor
+) -> None:
+    """The part of ``attend`` that reads what prefill rows see."""
+    kv_heads, dim = kv.layout.kv_heads, kv.layout.head_dim
+    queries = qkv[:, : out.shape[1]].view(len(qkv), 1, -1, dim)
+    results = out.view(len(qkv), 1, -1, dim)
+    for prefill in prefills:
         seen = kv.runs.index_select(0, prefill.index[slot]).view(1, -1, 2, kv_heads, dim)
         seen = seen.permute(2, 0, 3, 1, 4)
         for tile in prefill.tiles:

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from ebbtide.core.plan import StepOutcome, StepPlan, Transfer, TransferResult
-from ebbtide.models.attention import plan_batch
 from ebbtide.models.kv import KVMemory
 from ebbtide.models.llama import LlamaModel
 from ebbtide.models.sampler import Ask, sample
@@ -77,7 +76,7 @@ class TorchExecutor:
             self._sampled = {}
             return StepOutcome(invalid_blocks=invalid)
         fed = self._fed(plan)
-        batch = plan_batch(plan.rows, fed, self._kv.layout, self._model.device)
+        batch = self._model.plan(plan.rows, fed)
         logits = self._model.forward(batch, self._kv)
         places = [i for i, row in enumerate(plan.rows) if row.sampling is not None]
         asks = []

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ebbtide.models.config import Activation
+from ebbtide.models.kernels import Kernels, TorchKernels
 from ebbtide.models.packed import Packed
 
 # oneDNN's name and algorithm of each activation.
@@ -112,8 +113,10 @@ class GatedLinear:
         small_batches: bool = False,
         activation: Activation = "silu",
         packed: Packed | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self._activation = activation
+        self._kernels = kernels or TorchKernels()
         self._few = packed
         self._blocked = gate is not None and can_pack(gate)
         both = None if gate is None or up is None else torch.cat([gate, up])
@@ -140,10 +143,7 @@ class GatedLinear:
             return linear.binary(x, gate, self._up, None, "mul")
         else:
             product = functional.linear(x, _wide(self._both, self._few))
-        gate, up = product.chunk(2, dim=1)
-        if self._activation == "silu":
-            return functional.silu(gate).mul_(up)
-        return functional.gelu(gate, approximate="tanh").mul_(up)
+        return self._kernels.gate(product, self._activation)
 
 
 def _wide(weight: Tensor | None, packed: Packed | None) -> Tensor:

@@ -19,31 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from ebbtide.models.attention import Batch, attend
+from ebbtide.core.plan import Row
+from ebbtide.models.attention import Batch, plan_batch
 from ebbtide.models.config import ModelConfig
+from ebbtide.models.kernels import Kernels, Norm, Rotation, TorchKernels
 from ebbtide.models.kv import KVLayout, KVMemory
 from ebbtide.models.linear import GatedLinear, Linear
 from ebbtide.models.packed import Packed, Quantized
-
-
-class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32.
-
-    Written out, in place: on a CPU, 1.3 times as fast as ``torch.rms_norm`` on one row of 576, and
-    13 times on 1,024 rows.
-    """
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight.to(torch.float32)
-        self._eps = torch.full((1,), eps, device=weight.device)
-        self._share = 1 / weight.shape[-1]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32, copy=True)
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.addcmul(self._eps, length, length, value=self._share).rsqrt_()
-        return wide.mul_(scale).mul_(self._weight).to(x.dtype)
-
 
 # A small model's weights are kept twice on a CPU that computes in bfloat16, the second time in the
 # form that is fastest for a few rows, whose activations are then float32 (see ``Linear``).
@@ -58,15 +40,15 @@ class _Layer:
     group: int
     slot: int
     rope: int | None  # of the model's rotations; None: none
-    input_norm: RMSNorm
+    input_norm: Norm
     qkv: Linear
-    qk_norm: RMSNorm | None  # of every query head, then every key head
+    qk_norm: Norm | None  # of every query head, then every key head
     output: Linear
-    output_norm: RMSNorm | None  # of what is added to the residual stream
-    mlp_norm: RMSNorm
+    output_norm: Norm | None  # of what is added to the residual stream
+    mlp_norm: Norm
     gate_up: GatedLinear
     down: Linear
-    down_norm: RMSNorm | None
+    down_norm: Norm | None
 
     def add_attention(self, attended: Tensor, x: Tensor) -> Tensor:
         """x with this layer's attention added. attended: [tokens, heads * head_dim]."""
@@ -99,16 +81,19 @@ class LlamaModel:
         device: torch.device | str = "cpu",
         quantized: Mapping[str, Quantized] | None = None,
         dtype: torch.dtype | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         assert config.qk_norm or config.query_scale == 1, "nothing would scale the queries"
         self.config = config
         self.layout = layout
         self.device = torch.device(device)
         self.dtype = dtype or layout.dtype
+        self.kernels = kernels or TorchKernels()
         self._weights = weights
         self._quantized = quantized or {}
         total = sum(weight.numel() for weight in weights.values())
-        self._keeps_half = total <= SMALL_MODEL_WEIGHTS and not self._quantized
+        is_small = total <= SMALL_MODEL_WEIGHTS and not self._quantized
+        self._keeps_half = is_small and self.kernels.takes_float32
         self._embedding = self._get("model.embed_tokens.weight")
         self._layers = [self._build_layer(i) for i in range(config.num_layers)]
         self._norm = self._get_norm("model.norm.weight")
@@ -154,10 +139,10 @@ class LlamaModel:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _get_norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._weights[name].to(self.device), self.config.rms_eps)
+    def _get_norm(self, name: str) -> Norm:
+        return self.kernels.norm(self._weights[name].to(self.device), self.config.rms_eps)
 
-    def _get_qk_norm(self, attention: str) -> RMSNorm:
+    def _get_qk_norm(self, attention: str) -> Norm:
         """Of every query head, then every key head. A factor on queries, too, is its weights' part:
         what follows is linear."""
         config = self.config
@@ -167,7 +152,7 @@ class LlamaModel:
         )
         query = query * config.query_scale
         heads = [query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]
-        return RMSNorm(torch.cat(heads), config.rms_eps)
+        return self.kernels.norm(torch.cat(heads), config.rms_eps)
 
     def _build_layer(self, number: int) -> _Layer:
         config = self.config
@@ -193,12 +178,18 @@ class LlamaModel:
                 self._keeps_half,
                 config.activation,
                 self._pack(gate, up),
+                self.kernels,
             ),
             down=self._linear(f"{mlp}down_proj"),
             down_norm=(
                 self._get_norm(f"{prefix}post_feedforward_layernorm.weight") if post else None
             ),
         )
+
+    def plan(self, rows: Sequence[Row], sampled: dict[int, int]) -> Batch:
+        """A step's tensors. sampled: row number -> token that the preceding step sampled, for rows that
+        feed one more than is known."""
+        return plan_batch(rows, sampled, self.layout, self.device, self.kernels.plan_group)
 
     def forward(self, batch: Batch, kv: KVMemory) -> Tensor:
         """Run a step: KV of all its tokens is written. Returns logits [rows that sample, vocab]."""
@@ -212,8 +203,13 @@ class LlamaModel:
         attended = x.new_empty(len(x), self.config.num_heads * self.config.head_dim)
         for layer in self._layers:
             qkv = layer.qkv(layer.input_norm(x))
-            self._prepare_queries_and_keys(layer, qkv, rotations)
-            attend(qkv, batch.groups[layer.group], layer.slot, kv, attended)
+            if layer.qk_norm is not None:
+                dim = self.config.head_dim
+                both = qkv[:, : -self.config.num_kv_heads * dim].view(len(qkv), -1, dim)
+                layer.qk_norm.apply_(both)
+            rotation = None if layer.rope is None else rotations[layer.rope]
+            plan = batch.groups[layer.group]
+            self.kernels.attend(qkv, rotation, plan, layer.slot, kv, attended)
             if layer is self._layers[-1]:  # all KV is written: only what is sampled from goes on
                 x, attended = x.index_select(0, batch.last), attended.index_select(0, batch.last)
                 if len(x) == 0:
@@ -221,28 +217,10 @@ class LlamaModel:
             x = layer.add_mlp(layer.add_attention(attended, x))
         return self._head(self._norm(x))
 
-    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """For each of the model's rotations, cos and sin of every token's angles, [tokens, 1, head_dim];
-        the first half of sin negated."""
-        found = []
+    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> list[Rotation]:
+        """For each of the model's rotations, cos and sin of every token's angles."""
         wide = positions.to(torch.float32)
-        for rope, frequencies in zip(self.config.ropes, self._frequencies, strict=True):
-            angles = torch.outer(wide, frequencies)
-            cos, sin = angles.cos() * rope.attention_scale, angles.sin() * rope.attention_scale
-            both = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
-            found.append((both[0].to(dtype).unsqueeze(1), both[1].to(dtype).unsqueeze(1)))
-        return found
-
-    def _prepare_queries_and_keys(
-        self, layer: _Layer, qkv: Tensor, rotations: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        """Normalise and rotate the queries and keys in ``qkv``, in place."""
-        config = self.config
-        heads = config.num_heads + config.num_kv_heads
-        both = qkv[:, : heads * config.head_dim].view(len(qkv), heads, config.head_dim)
-        if layer.qk_norm is not None:
-            both.copy_(layer.qk_norm(both))
-        if layer.rope is not None:
-            cos, sin = rotations[layer.rope]
-            swapped = both.roll(config.head_dim // 2, dims=-1)
-            torch.addcmul(both * cos, swapped, sin, out=both)
+        return [
+            self.kernels.rotation(torch.outer(wide, frequencies), rope.attention_scale, dtype)
+            for rope, frequencies in zip(self.config.ropes, self._frequencies, strict=True)
+        ]

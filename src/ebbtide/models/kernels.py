@@ -1,0 +1,130 @@
+"""What a forward pass does between its matrix products, and the way PyTorch does it, on any device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ebbtide.core.plan import Row
+from ebbtide.models.attention import attend, plan_group
+from ebbtide.models.config import Activation
+from ebbtide.models.kv import KVLayout, KVMemory
+
+
+class Rotation(NamedTuple):
+    """cos and sin of a step's rotary angles; of which shape and dtype is its kernels' affair."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Norm(Protocol):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32 (Zhang and Sennrich 2019).
+
+    x: [tokens, width], or [tokens, heads, width] for a weight [heads, width].
+    """
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+    def apply_(self, x: Tensor) -> None:
+        """The same in place; x may be part of something wider."""
+        ...
+
+
+class Kernels(Protocol):
+    """takes_float32: whether activations may be wider than the KV."""
+
+    takes_float32: bool
+
+    def norm(self, weight: Tensor, eps: float) -> Norm: ...
+
+    def rotation(self, angles: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
+        """angles: [tokens, head_dim / 2], float32. scale: of cos and sin."""
+        ...
+
+    def gate(self, product: Tensor, activation: Activation) -> Tensor:
+        """``activation(gate) * up`` for a product [tokens, gate and up]."""
+        ...
+
+    def plan_group(
+        self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
+    ) -> Any:
+        """What ``attend`` needs to know of a step in one KV group. rows: decode rows, which feed one token,
+        longest first, then the others."""
+        ...
+
+    def attend(
+        self,
+        qkv: Tensor,
+        rotation: Rotation | None,
+        plan: Any,
+        slot: int,
+        kv: KVMemory,
+        out: Tensor,
+    ) -> None:
+        """One layer's attention: rotate queries and keys, in place, write keys and values to the KV, then
+        read what each row sees. qkv: [tokens, (heads + 2 * kv_heads) * head_dim]. out: [tokens, heads *
+        head_dim]."""
+        ...
+
+
+class TorchNorm:
+    """Written out, in place: on a CPU, 1.3 times as fast as ``torch.rms_norm`` on one row of 576, and
+    13 times on 1,024 rows."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight = weight.to(torch.float32)
+        self._eps = torch.full((1,), eps, device=weight.device)
+        self._share = 1 / weight.shape[-1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32, copy=True)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, length, length, value=self._share).rsqrt_()
+        return wide.mul_(scale).mul_(self._weight).to(x.dtype)
+
+    def apply_(self, x: Tensor) -> None:
+        x.copy_(self(x))
+
+
+class TorchKernels:
+    takes_float32 = True
+
+    def norm(self, weight: Tensor, eps: float) -> Norm:
+        return TorchNorm(weight, eps)
+
+    def rotation(self, angles: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
+        """Both [tokens, 1, head_dim]; the first half of sin negated."""
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        both = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
+        return Rotation(both[0].to(dtype).unsqueeze(1), both[1].to(dtype).unsqueeze(1))
+
+    def gate(self, product: Tensor, activation: Activation) -> Tensor:
+        gate, up = product.chunk(2, dim=1)
+        if activation == "silu":
+            return functional.silu(gate).mul_(up)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+
+    def plan_group(
+        self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
+    ) -> Any:
+        return plan_group(rows, num_decodes, group, layout, device)
+
+    def attend(
+        self,
+        qkv: Tensor,
+        rotation: Rotation | None,
+        plan: Any,
+        slot: int,
+        kv: KVMemory,
+        out: Tensor,
+    ) -> None:
+        if rotation is not None:
+            dim = kv.layout.head_dim
+            width = out.shape[1] + kv.layout.kv_heads * dim  # queries and keys
+            both = qkv[:, :width].view(len(qkv), -1, dim)
+            swapped = both.roll(dim // 2, dims=-1)
+            torch.addcmul(both * rotation.cos, swapped, rotation.sin, out=both)
+        attend(qkv, plan, slot, kv, out)

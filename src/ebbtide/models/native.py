@@ -1,0 +1,203 @@
+"""The kernels of ``native.c``, for steps in bfloat16 on a CPU: what is between the products in one pass each,
+and attention that reads KV blocks where they are."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbtide.core.plan import Row
+from ebbtide.models.attention import Prefill, attend_prefills, places_of, plan_prefills
+from ebbtide.models.compiled import CannotCompile, load
+from ebbtide.models.config import Activation, ModelConfig
+from ebbtide.models.kernels import Norm, Rotation
+from ebbtide.models.kv import KVLayout, KVMemory
+
+SPLIT = 64  # of native.c: positions of a decode row in a part
+EVERYTHING = 1 << 40  # a window that hides nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A row of several tokens, from ``first`` of the token axis on. table: its blocks that can be seen;
+    keys: positions in these up to its last token."""
+
+    first: int
+    queries: int
+    keys: int
+    table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NativeGroup:
+    """A step in one KV group. write, tables, decodes: as ``native.c`` says; prompts or prefills: its other
+    rows, for AMX or for PyTorch."""
+
+    write: Tensor
+    tables: Tensor
+    decodes: Tensor
+    window: int
+    prompts: tuple[Prompt, ...]
+    prefills: tuple[Prefill, ...]
+
+
+class NativeKernels:
+    """``Kernels`` for one model whose activations and KV are bfloat16, on one thread at a time.
+
+    Raises CannotCompile where this machine or the model's shape does not allow it.
+    """
+
+    takes_float32 = False
+
+    def __init__(self, config: ModelConfig, layout: KVLayout) -> None:
+        if layout.head_dim % 64 or (config.hidden_size | config.intermediate_size) % 16:
+            raise CannotCompile(
+                f"they need heads of a multiple of 64 and widths of 16; this model has {layout.head_dim}, "
+                f"{config.hidden_size} and {config.intermediate_size}"
+            )
+        assert layout.dtype == torch.bfloat16
+        self._library = _declare(load())
+        self._has_amx = bool(self._library.can_attend_prefill())
+        sizes = (
+            config.num_heads,
+            layout.kv_heads,
+            layout.head_dim,
+            layout.block_size,
+            layout.layers_per_group,
+        )
+        self._shape = torch.tensor(sizes)
+        self._part = config.num_heads * (layout.head_dim + 2)
+        self._parts = torch.empty(0)
+        self._packed = torch.empty(0, dtype=torch.bfloat16)
+        self._position = 2 * layout.kv_heads * layout.head_dim
+
+    def norm(self, weight: Tensor, eps: float) -> Norm:
+        return NativeNorm(self._library, weight, eps)
+
+    def rotation(self, angles: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
+        """Both [tokens, head_dim / 2], float32."""
+        return Rotation(angles.cos() * scale, angles.sin() * scale)
+
+    def gate(self, product: Tensor, activation: Activation) -> Tensor:
+        tokens, width = product.shape[0], product.shape[1] // 2
+        out = product.new_empty(tokens, width)
+        is_gelu = activation == "gelu_tanh"
+        self._library.gate(out.data_ptr(), product.data_ptr(), tokens, width, is_gelu)
+        return out
+
+    def plan_group(
+        self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
+    ) -> NativeGroup:
+        spec, size = layout.groups[group], layout.block_size
+        blocks: list[int] = []
+        decodes: list[int] = []
+        parts = 0
+        for row in rows[:num_decodes]:
+            first, ids = row.tables[group]
+            begin = (low := spec.first_visible(row.start)) // size
+            decodes += [len(blocks), low - begin * size, row.end - begin * size, parts]
+            parts += -(-(row.end - low) // SPLIT)
+            blocks += ids[begin - first : row.start // size + 1 - first]
+        decodes += [len(blocks), 0, 0, parts]
+        prompts, prefills = [], ()
+        if self._has_amx:
+            token = num_decodes
+            for row in rows[num_decodes:]:
+                first, ids = row.tables[group]
+                begin = spec.first_visible(row.start) // size
+                table = torch.tensor(ids[begin - first : (row.end - 1) // size + 1 - first])
+                queries = row.end - row.start
+                prompts.append(Prompt(token, queries, row.end - begin * size, table))
+                token += queries
+            keys = max((prompt.keys for prompt in prompts), default=0)
+            self._packed = _grown(self._packed, -(-keys // 32) * 32 * self._position)
+        else:
+            prefills = plan_prefills(rows, num_decodes, group, layout, device)
+        self._parts = _grown(self._parts, parts * self._part)
+        return NativeGroup(
+            torch.from_numpy(places_of(rows, num_decodes, group, layout)),
+            torch.tensor(blocks, dtype=torch.int64),
+            torch.tensor(decodes),
+            spec.window or EVERYTHING,
+            tuple(prompts),
+            prefills,
+        )
+
+    def attend(
+        self,
+        qkv: Tensor,
+        rotation: Rotation | None,
+        plan: Any,
+        slot: int,
+        kv: KVMemory,
+        out: Tensor,
+    ) -> None:
+        assert isinstance(plan, NativeGroup)
+        assert qkv.is_contiguous()
+        library, shape, memory = self._library, self._shape.data_ptr(), kv.blocks.data_ptr()
+        cos, sin = (t.data_ptr() for t in rotation) if rotation else (None, None)
+        queries, results = qkv.data_ptr(), out.data_ptr()
+        library.rotate_and_write(
+            queries, memory, shape, plan.write.data_ptr(), cos, sin, len(qkv), slot
+        )
+        if decodes := len(plan.decodes) // 4 - 1:
+            library.attend_decode(
+                results, queries, memory, self._parts.data_ptr(), shape,
+                plan.tables.data_ptr(), plan.decodes.data_ptr(), decodes, slot,
+            )  # fmt: skip
+        for prompt in plan.prompts:
+            library.attend_prefill(
+                results + prompt.first * out.stride(0) * out.itemsize,
+                queries + prompt.first * qkv.stride(0) * qkv.itemsize,
+                memory, self._packed.data_ptr(), shape, prompt.table.data_ptr(),
+                prompt.queries, prompt.keys, plan.window, slot,
+            )  # fmt: skip
+        attend_prefills(qkv, plan.prefills, slot, kv, out)
+
+
+class NativeNorm:
+    """``Norm``."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, eps: float) -> None:
+        self._weight = weight.to(torch.float32).contiguous()
+        self._apply, self._eps = library.rms_norm, eps
+        self._heads = weight.shape[0] if weight.dim() == 2 else 1
+        self._width = weight.shape[-1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._run(out, x.contiguous())
+        return out
+
+    def apply_(self, x: Tensor) -> None:
+        self._run(x, x)
+
+    def _run(self, out: Tensor, x: Tensor) -> None:
+        self._apply(
+            out.data_ptr(), x.data_ptr(), self._weight.data_ptr(),
+            len(x), self._heads, self._width, x.stride(0), self._eps,
+        )  # fmt: skip
+
+
+def _grown(scratch: Tensor, size: int) -> Tensor:
+    """Scratch of this size at least."""
+    return scratch if len(scratch) >= size else scratch.new_empty(size)
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    at, count = ctypes.c_void_p, ctypes.c_int64
+    arguments = {
+        "rms_norm": [at] * 3 + [count] * 4 + [ctypes.c_float],
+        "gate": [at] * 2 + [count] * 2 + [ctypes.c_int],
+        "rotate_and_write": [at] * 6 + [count] * 2,
+        "attend_decode": [at] * 7 + [count] * 2,
+        "attend_prefill": [at] * 6 + [count] * 4,
+    }
+    for name, types in arguments.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    return library

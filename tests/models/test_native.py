@@ -1,0 +1,348 @@
+"""Compiled kernels beside PyTorch's, and how they come to be."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ebbtide.core.plan import Row, Table
+from ebbtide.engine.build import choose_kernels
+from ebbtide.errors import InputError
+from ebbtide.models import compiled
+from ebbtide.models.compiled import CannotCompile
+from ebbtide.models.kernels import TorchKernels, TorchNorm
+from ebbtide.models.kv import KVLayout, KVMemory, layout_for
+from ebbtide.models.llama import LlamaModel
+from ebbtide.models.native import NativeKernels
+
+from .harness import GREEDY, Driver, config_of, rope_of, tiny, weights_of
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+def why_not() -> str:
+    try:
+        compiled.load()
+    except CannotCompile as error:
+        return str(error)
+    return ""
+
+
+needs_native = pytest.mark.skipif(bool(why := why_not()), reason=f"no compiled kernels here: {why}")
+
+
+def config_with(heads: int = 6, kv_heads: int = 2, dim: int = 64, window: int | None = None):
+    """Of a model whose heads compiled kernels take."""
+    rope = rope_of({"rope_theta": 1e4}, dim)
+    config = config_of(tiny("llama"))
+    return replace(
+        config, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rope=rope,
+        windows=(window,) * config.num_layers,
+    )  # fmt: skip
+
+
+def kernels_of(config, block_size: int = 16) -> tuple[NativeKernels, KVLayout]:
+    layout = layout_for(config, block_size, BF16)
+    return NativeKernels(config, layout), layout
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def assert_rounds_to(found: Tensor, expected: Tensor, ulps: float = 2) -> None:
+    """Equal but for the rounding to bfloat16, of 1/256."""
+    torch.testing.assert_close(
+        found.float(), expected.float(), atol=ulps / 256 / 8, rtol=ulps / 256
+    )
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [1, 3, 700])
+def test_norm(tokens):
+    kernels, _ = kernels_of(config_with())
+    x, weight = draw(tokens, 576), draw(576, seed=2).float()
+    before = x.clone()
+    assert_rounds_to(kernels.norm(weight, 1e-5)(x), TorchNorm(weight, 1e-5)(x))
+    assert torch.equal(x, before)
+
+
+@needs_native
+def test_norm_of_heads_in_place_leaves_what_is_beside_them():
+    kernels, _ = kernels_of(config_with())
+    qkv, weight = draw(5, 10 * 64), draw(8, 64, seed=2).float()
+    both = qkv[:, : 8 * 64].view(5, 8, 64)
+    expected, beside = TorchNorm(weight, 1e-6)(both), qkv[:, 8 * 64 :].clone()
+    kernels.norm(weight, 1e-6).apply_(both)
+    assert_rounds_to(both, expected)
+    assert torch.equal(qkv[:, 8 * 64 :], beside)
+
+
+@needs_native
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_gate(activation, tokens):
+    kernels, _ = kernels_of(config_with())
+    product = draw(tokens, 2 * 96) * 4
+    product[0, :6] = torch.tensor([0.0, -0.0, 200.0, -200.0, 3e38, -3e38])
+    product[0, 96:102] = 1
+    expected = TorchKernels().gate(product.float(), activation)
+    assert_rounds_to(kernels.gate(product, activation), expected)
+
+
+class Step:
+    """Rows of a step with random KV behind them, in blocks at random places; what no row wrote is NaN."""
+
+    def __init__(self, config, block_size: int, rows: list[tuple[int, int]]) -> None:
+        """rows: positions known before, positions fed; decode rows first."""
+        self.config = config
+        self.kernels, self.layout = kernels_of(config, block_size)
+        self.group = self.layout.groups[0]
+        counts = [-(-(past + fed) // block_size) for past, fed in rows]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).tolist()
+        self.kv = KVMemory(self.layout, len(order), "cpu")
+        self.kv.blocks.fill_(torch.nan)
+        self.rows = []
+        for number, ((past, fed), count) in enumerate(zip(rows, counts, strict=True)):
+            gone = self.group.first_visible(past) // block_size
+            table = Table(gone, order[gone:count])
+            order = order[count:]
+            end = past + fed
+            self.rows.append(Row(str(number), [0] * end, end, past, end, (table,), GREEDY, 0))
+            seen = self.kv.blocks[table.blocks][:, 1]  # of slot 1
+            flat = seen.reshape(len(table.blocks) * block_size, -1)
+            flat[: past - gone * block_size] = draw(
+                past - gone * block_size, flat.shape[1], seed=number
+            )
+            self.kv.blocks[table.blocks, 1] = flat.view_as(seen)
+        tokens = sum(fed for _, fed in rows)
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = draw(tokens, width, seed=99)
+        self.decodes = sum(fed == 1 for _, fed in rows)
+
+    def run(self) -> Tensor:
+        plan = self.kernels.plan_group(self.rows, self.decodes, 0, self.layout, CPU)
+        out = torch.full((len(self.qkv), self.config.num_heads * self.config.head_dim), torch.nan)
+        out = out.to(BF16)
+        self.kernels.attend(self.qkv.clone(), None, plan, 1, self.kv, out)
+        return out
+
+    def expected(self) -> Tensor:
+        """From the KV as it was left, in float64."""
+        config, dim = self.config, self.config.head_dim
+        out, token = [], 0
+        for row in self.rows:
+            (table,) = row.tables
+            seen = self.kv.blocks[table.blocks, 1].reshape(-1, 2, config.num_kv_heads, dim).double()
+            fed = row.end - row.start
+            query = self.qkv[token : token + fed, : config.num_heads * dim].double()
+            query = query.view(fed, config.num_heads, dim)
+            token += fed
+            for i in range(fed):
+                position = row.start + i
+                base = table.first * self.layout.block_size
+                own = seen[self.group.first_visible(position) - base : position + 1 - base]
+                keys, values = (
+                    x.repeat_interleave(config.num_heads // config.num_kv_heads, 1)
+                    for x in own.unbind(1)
+                )
+                scores = torch.einsum("hd,khd->hk", query[i], keys) / math.sqrt(dim)
+                out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values).flatten())
+        return torch.stack(out)
+
+
+SHAPES = [(6, 2, 64), (9, 3, 64), (14, 2, 64), (4, 4, 128), (4, 1, 256), (5, 1, 192)]
+
+
+@needs_native
+@pytest.mark.parametrize("has_amx", [True, False])
+@pytest.mark.parametrize("window", [None, 33, 200])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_attention(heads, kv_heads, dim, window, has_amx):
+    rows = [
+        (300, 1),
+        (299, 1),
+        (64, 1),
+        (63, 1),
+        (15, 1),
+        (0, 1),
+        (0, 2),
+        (290, 130),
+        (31, 33),
+        (7, 5),
+    ]
+    step = Step(config_with(heads, kv_heads, dim, window), 16, rows)
+    step.kernels._has_amx &= has_amx
+    found = step.run()
+    torch.testing.assert_close(found.double(), step.expected(), atol=0.02, rtol=0.02)
+
+
+@needs_native
+@pytest.mark.parametrize("block_size", [1, 7, 16, 100])
+def test_attention_over_blocks_of_any_size(block_size):
+    step = Step(config_with(window=70), block_size, [(300, 1), (64, 1), (0, 1), (130, 150)])
+    found = step.run()
+    torch.testing.assert_close(found.double(), step.expected(), atol=0.02, rtol=0.02)
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_decode_row_is_the_same_whatever_is_beside_it_and_whoever_computes(threads):
+    step = Step(config_with(), 16, [(300, 1), (290, 1), (64, 1), (0, 1), (50, 40)])
+    found = step.run()
+    others = list(step.rows)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(step.run(), found)
+        queries = step.qkv
+        for place in range(4):
+            step.rows, step.qkv, step.decodes = (
+                [others[place]],
+                queries[place : place + 1].clone(),
+                1,
+            )
+            assert torch.equal(step.run()[0], found[place])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3-mixed", "smollm3", "gemma3"])
+def test_a_model_is_as_close_to_float32_with_either_kernels(architecture):
+    """In several chunks and decode steps, with all that the families have of their own."""
+    from .harness import GEMMA3, SIZES, transformers
+
+    wide = SIZES | {"head_dim": 64, "initializer_range": 0.05}
+    builders = {
+        "llama": lambda: transformers.LlamaConfig(**wide),
+        "qwen2": lambda: transformers.Qwen2Config(**wide | {"num_attention_heads": 6, "hidden_size": 384}),
+        "qwen3-mixed": lambda: transformers.Qwen3Config(
+            **wide, use_sliding_window=True, sliding_window=33,
+            layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        ),
+        "smollm3": lambda: transformers.SmolLM3Config(
+            **wide | {"hidden_size": 384}, no_rope_layers=[1, 1, 1, 0]
+        ),
+        "gemma3": lambda: transformers.Gemma3TextConfig(**wide | GEMMA3 | {"head_dim": 64}),
+    }  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(builders[architecture]()).eval()
+    config, weights = config_of(model), weights_of(model)
+    found = []
+    for native, dtype in ((False, torch.float32), (False, BF16), (True, BF16)):
+        driver = Driver(config, weights, dtype=dtype, num_blocks=1024)
+        if native:
+            kernels = NativeKernels(config, driver.layout)
+            driver.model = LlamaModel(config, weights, driver.layout, kernels=kernels)
+        tokens = [[7 * i % 300 for i in range(n)] for n in (210, 40, 1)]
+        requests = [driver.add(t) for t in tokens]
+        logits = []
+        with torch.inference_mode():
+            for lengths in ((100, 30), (100, 9), (9, 1, 1), (1,)):
+                rows = [driver.row(r, n) for r, n in zip(requests, lengths, strict=False)]
+                logits.append(driver.model.forward(driver.model.plan(rows, {}), driver.kv))
+        found.append(torch.cat(logits).float())
+        driver.close()
+    exact, *others = found
+    of_torch, of_native = ((logits - exact).abs() for logits in others)
+    assert of_torch.mean() < 0.02 * exact.std()
+    assert of_native.mean() < 1.25 * of_torch.mean()
+    assert of_native.max() < 1.5 * of_torch.max()
+
+
+def test_a_model_of_other_sizes_is_refused():
+    config = config_of(tiny("llama"))
+    with pytest.raises(CannotCompile, match="multiple of 64"):
+        NativeKernels(config, layout_for(config, 16, BF16))
+
+
+def test_the_setting_says_what_is_missing(monkeypatch):
+    config = config_with()
+    layout = layout_for(config, 16, torch.float32)
+    with pytest.raises(
+        InputError, match="kernels=native, but they are for bfloat16 on a CPU: use auto"
+    ):
+        choose_kernels("native", config, layout, CPU, torch.float32)
+    assert isinstance(choose_kernels("auto", config, layout, CPU, torch.float32), TorchKernels)
+    layout = layout_for(config, 16, BF16)
+    assert isinstance(choose_kernels("torch", config, layout, CPU, BF16), TorchKernels)
+    monkeypatch.setattr(compiled, "_processor", lambda: "flags")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(InputError, match=r"there is no C compiler \(install gcc\): use auto"):
+        choose_kernels("native", config, layout, CPU, BF16)
+    assert isinstance(choose_kernels("auto", config, layout, CPU, BF16), TorchKernels)
+
+
+@pytest.fixture
+def empty_cache(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "_processor", lambda: "flags")
+    return tmp_path
+
+
+def compiler(folder: Path, script: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@needs_native
+def test_a_library_is_compiled_once(empty_cache, monkeypatch):
+    calls = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: calls.append(a) or run(*a, **k))
+    compiled.load()
+    compiled.load()
+    assert len(calls) == 1
+    assert len(list((empty_cache / "cache" / "ebbtide").iterdir())) == 1
+    monkeypatch.setattr(compiled, "_processor", lambda: "another processor")
+    compiled.load()
+    assert len(calls) == 2
+
+
+def test_a_compiler_that_fails_leaves_nothing(empty_cache, monkeypatch):
+    monkeypatch.setenv("CC", compiler(empty_cache, "echo 'native.c:1: no room' >&2; exit 1"))
+    with pytest.raises(CannotCompile, match=r"compiler failed: native\.c:1: no room"):
+        compiled.load()
+    assert not list((empty_cache / "cache" / "ebbtide").iterdir())
+
+
+def test_a_compiler_that_hangs_is_given_up(empty_cache, monkeypatch):
+    monkeypatch.setattr(compiled, "COMPILE_S", 0.2)
+    monkeypatch.setenv("CC", compiler(empty_cache, "exec sleep 60"))
+    with pytest.raises(CannotCompile, match=r"took more than 0\.2 s"):
+        compiled.load()
+
+
+def test_a_library_that_does_not_load_or_cannot_be_kept(empty_cache, monkeypatch):
+    monkeypatch.setenv(
+        "CC", compiler(empty_cache, 'while [ "$1" != -o ]; do shift; done; echo no > "$2"')
+    )
+    with pytest.raises(CannotCompile, match="could not be made or loaded"):
+        compiled.load()
+    (empty_cache / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(empty_cache / "file"))
+    with pytest.raises(CannotCompile, match="could not be made or loaded"):
+        compiled.load()
+
+
+def test_other_machines_are_told(monkeypatch):
+    monkeypatch.setattr(compiled.platform, "machine", lambda: "arm64")
+    with pytest.raises(CannotCompile, match="not x86-64 Linux"):
+        compiled.load()
+    monkeypatch.undo()
+    if os.uname().sysname == "Linux" and os.uname().machine == "x86_64":
+        monkeypatch.setattr(compiled, "NEEDED", "avx1024")
+        with pytest.raises(CannotCompile, match="this processor has no avx1024"):
+            compiled.load()
