@@ -6,8 +6,9 @@ every case on every engine; figures are medians over the rounds, ratios medians 
 - prefill: a prompt that no cache has, and one token.
 - decode: prompts that are cached, so that little is left of them to feed; the time of many tokens less
   that of one.
-- turns: conversations, several at a time, whose KV together is several times the device's pool. Ebbtide
-  has its host tier, vLLM is as it comes; llama.cpp holds one conversation, and is left out.
+- turns: conversations, several at a time, whose KV together is several times the device's pool, on an engine
+  whose memory is full of other prompts. Ebbtide has its host tier, as large as it is by default, vLLM is
+  as it comes; llama.cpp holds one conversation, and is left out.
 - start: from the start of the process to the first token, with what the engine has compiled before.
 """
 
@@ -47,7 +48,8 @@ DECODES = ((1, 128), (8, 128), (32, 128), (1, 2048), (8, 2048), (32, 2048))
 DECODED = 33  # tokens, the first of which is not counted
 LENGTH = 4352
 POOL_MIB = 2048  # for all cases but turns
-TURNS_POOL_MIB, HOST_MIB = 192, 2048
+TURNS_POOL_MIB, HOST_MIB = 192, 1024
+FILLING = 36, 2000  # prompts and their tokens, that together are more than pool and host tier hold
 CONVERSATIONS, TURNS, AT_A_TIME, SAID, ANSWERED = 24, 5, 4, 250, 32
 TARGETS = {
     ("decode 1 x 128", "llama.cpp"): 1.3,
@@ -148,7 +150,9 @@ def measure_decode(worker: Worker, batch: int, context: int, vocab: int) -> floa
 
 
 def measure_turns(worker: Worker, seed: int, vocab: int) -> tuple[float, float]:
-    """tokens/s of answers, and mean seconds to the first one."""
+    """tokens/s of answers, and mean seconds to the first one, of an engine that has run for a while: before
+    that, prompts that do not come again have filled its pool and its host tier."""
+    worker.run([(prompt, 1) for prompt in prompts(vocab, *FILLING, -seed - 1)], AT_A_TIME)
     conversations = prompts(vocab, CONVERSATIONS, SAID, seed)
     seconds, first = 0.0, []
     for turn in range(TURNS):

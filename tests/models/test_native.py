@@ -10,19 +10,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
+from torch.nn import functional
 
 from ebbtide.core.plan import Row, Table
 from ebbtide.engine.build import choose_kernels
 from ebbtide.errors import InputError
 from ebbtide.models import compiled
+from ebbtide.models.checkpoint import Form
 from ebbtide.models.compiled import CannotCompile
+from ebbtide.models.gates import gate
 from ebbtide.models.kernels import TorchKernels, TorchNorm
 from ebbtide.models.kv import KVLayout, KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
-from ebbtide.models.native import NativeKernels
+from ebbtide.models.load import load_checkpoint
+from ebbtide.models.native import TOKENS_MAX, NativeKernels
+from ebbtide.models.packed import KINDS
 
+from . import tiny_files
 from .harness import GREEDY, Driver, config_of, rope_of, tiny, weights_of
+from .test_packed import error, quantized
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -213,6 +221,72 @@ def test_a_decode_row_is_the_same_whatever_is_beside_it_and_whoever_computes(thr
             assert torch.equal(step.run()[0], found[place])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def amx_kernels() -> NativeKernels:
+    if why:
+        pytest.skip(f"no compiled kernels here: {why}")
+    kernels, _ = kernels_of(config_with())
+    if not kernels._has_amx:
+        pytest.skip("this processor has no AMX")
+    return kernels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 32, 33, 70])
+@pytest.mark.parametrize("width", [32, 96, 448])
+def test_products_with_packed_weights(amx_kernels, kind, tokens, width):
+    """Of several weights, one below the other, as exact as the rounding of their result."""
+    parts = [quantized(kind, rows, width, rows) for rows in (48, 16, 96)]
+    x, residual = draw(tokens, width), draw(tokens, 160, seed=2)
+    product = amx_kernels.pack(parts, alone=False)
+    exact = x.double() @ torch.cat([p.dequantize(torch.float32) for p in parts]).double().T
+    assert error(product(x), exact) < 3e-3
+    assert error(product(x, residual), exact + residual.double()) < 3e-3
+    assert torch.equal(product(x)[-1:], product(x[-1:].clone()))
+    assert product.pays_for(x) == (tokens <= TOKENS_MAX)
+    assert amx_kernels.pack(parts, alone=True).pays_for(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("tokens", [1, 20, 50])
+def test_gated_products_with_packed_weights(amx_kernels, kind, activation, tokens):
+    parts = [quantized(kind, 48, 96, seed) for seed in (1, 2)]
+    x = draw(tokens, 96)
+    both = torch.cat([x.double() @ p.dequantize(torch.float32).double().T for p in parts], dim=1)
+    found = amx_kernels.pack(parts, alone=True).gated(x, activation)
+    assert error(found, gate(both, activation)) < 3e-3
+
+
+def test_oneDNN_finds_the_tiles_as_it_left_them(amx_kernels):
+    """Both set the processor up for their own products."""
+    weight, other = quantized("Q4_0", 48, 96, 1), draw(64, 96)
+    product, x = amx_kernels.pack([weight], alone=True), draw(7, 96, seed=3)
+    expected = functional.linear(x, other)
+    for _ in range(3):
+        product(x)
+        assert torch.equal(functional.linear(x, other), expected)
+
+
+@needs_native
+def test_a_head_of_8_bits_needs_no_other_form(tmp_path):
+    path = tmp_path / "model.gguf"
+    tiny_files.write_gguf(
+        path, "llama", tiny_files.model("llama", head_dim=64, vocab_size=320), Kind.Q8_0
+    )
+    checkpoint = load_checkpoint(str(path), BF16, form=Form.BOTH)
+    layout = layout_for(checkpoint.config, 16, BF16)
+    kernels = NativeKernels(checkpoint.config, layout)
+    model = LlamaModel(
+        checkpoint.config,
+        checkpoint.weights,
+        layout,
+        quantized=checkpoint.quantized,
+        kernels=kernels,
+    )
+    assert model._head._weight is None or not kernels._has_amx
 
 
 @needs_native

@@ -69,12 +69,13 @@ def choose_weights(name: str, device: Any, dtype: Any) -> tuple[Form, Any]:
 def load(config: EngineConfig, form: Form, dtype: Any, progress: Progress | None) -> Checkpoint:
     from ebbtide.models.checkpoint import Form
     from ebbtide.models.load import load_checkpoint
-    from ebbtide.models.packed import KINDS
+    from ebbtide.models.packed import KINDS_4_BITS
 
     checkpoint = load_checkpoint(config.model, dtype, progress, form)
-    if form is Form.PACKED and not checkpoint.quantized:
+    kinds = {weight.kind for weight in checkpoint.quantized.values()}
+    if form is Form.PACKED and kinds.isdisjoint(KINDS_4_BITS):
         raise InputError(
-            f"weights=packed, but {checkpoint.name} has no weights in {' or '.join(KINDS)}: use auto",
+            f"weights=packed, but {checkpoint.name} has no weights in {' or '.join(KINDS_4_BITS)}: use auto",
             "weights",
         )
     return checkpoint
@@ -90,16 +91,17 @@ def choose_kernels(
     from ebbtide.models.kernels import TorchKernels
     from ebbtide.models.native import NativeKernels
 
-    if name == "torch":
+    suits = device.type == "cpu" and {dtype, layout.dtype} == {torch.bfloat16}
+    if name == "torch" or (name == "auto" and not suits):
         return TorchKernels()
     try:
-        if device.type != "cpu" or {dtype, layout.dtype} != {torch.bfloat16}:
+        if not suits:
             raise CannotCompile("they are for bfloat16 on a CPU")
         return NativeKernels(model, layout)
     except CannotCompile as error:
         if name == "native":
             raise InputError(f"kernels=native, but {error}: use auto", "kernels") from error
-        log.info("computing without compiled kernels: %s", error)
+        log.warning("computing without compiled kernels, which are faster: %s", error)
         return TorchKernels()
 
 

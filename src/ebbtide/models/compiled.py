@@ -1,4 +1,4 @@
-"""Compiles ``native.c`` on the machine that it is to run on, once, and loads it.
+"""Compiles the files in ``c`` on the machine that it is to run on, once, and loads it.
 
 The library is kept in the user's cache folder, under a name that says which source, compiler and processor
 it is of. It shares PyTorch's pool of threads: both call GNU's OpenMP, of which a process has one.
@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+SOURCES = ("native.h", "between.c", "attention.c", "products.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno")
 NEEDED = "avx512_bf16"
 COMPILE_S = 120
@@ -31,13 +32,14 @@ def load() -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("cc")
     if compiler is None:
         raise CannotCompile("there is no C compiler (install gcc)")
-    source = files("ebbtide.models").joinpath("native.c").read_bytes()
-    said = [source, compiler.encode(), processor.encode(), " ".join(FLAGS).encode()]
+    folder = files("ebbtide.models").joinpath("c")
+    sources = {name: folder.joinpath(name).read_bytes() for name in SOURCES}
+    said = [*sources.values(), compiler.encode(), processor.encode(), " ".join(FLAGS).encode()]
     name = hashlib.blake2b(b"\0".join(said), digest_size=16).hexdigest()
     library = _cache_folder() / f"native-{name}.so"
     try:
         if not library.exists():
-            _compile(compiler, source, library)
+            _compile(compiler, sources, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise CannotCompile(f"{library} could not be made or loaded ({error})") from error
@@ -61,13 +63,15 @@ def _cache_folder() -> Path:
     return Path(base) / "ebbtide"
 
 
-def _compile(compiler: str, source: bytes, library: Path) -> None:
+def _compile(compiler: str, sources: dict[str, bytes], library: Path) -> None:
     """Leaves the library where it is to be, whole, or nothing."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=library.parent) as folder:
-        code, made = Path(folder) / "native.c", Path(folder) / library.name
-        code.write_bytes(source)
-        command = [compiler, *FLAGS, "-o", str(made), str(code)]
+        made = Path(folder) / library.name
+        for name, source in sources.items():
+            (Path(folder) / name).write_bytes(source)
+        code = [str(Path(folder) / name) for name in SOURCES if name.endswith(".c")]
+        command = [compiler, *FLAGS, "-o", str(made), *code]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
         except subprocess.TimeoutExpired as error:

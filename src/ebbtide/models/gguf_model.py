@@ -23,7 +23,7 @@ from ebbtide.models.config import ModelConfig, RopeConfig
 from ebbtide.models.dequantize import dequantize
 from ebbtide.models.gemma import as_gemma3, every_nth_full
 from ebbtide.models.gguf_file import GGUFFile, TensorInfo
-from ebbtide.models.packed import Quantized, can_stay_packed
+from ebbtide.models.packed import KINDS_4_BITS, Quantized, can_stay_packed
 from ebbtide.models.rope import rope_config, with_factors
 from ebbtide.models.weights import (
     check_names,
@@ -283,7 +283,7 @@ def _read_weight(
     packed = None
     if form is not Form.WIDE and can_stay_packed(info.type, info.shape):
         packed = Quantized(raw, info.type, (info.shape[0], info.shape[1]))
-        if form is Form.PACKED and name != EMBEDDING:
+        if form is Form.PACKED and info.type in KINDS_4_BITS and name != EMBEDDING:
             return None, packed, digest
     kept = torch.float32 if is_norm(name) else dtype
     return dequantize(raw, info.type, info.shape, kept), packed, digest

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ebbtide.core.plan import Row
 from ebbtide.models.attention import attend, plan_group
 from ebbtide.models.config import Activation
+from ebbtide.models.gates import gate
 from ebbtide.models.kv import KVLayout, KVMemory
+from ebbtide.models.packed import Packed, PackedProduct, Quantized, packs_4_bits
 
 
 class Rotation(NamedTuple):
@@ -46,6 +48,14 @@ class Kernels(Protocol):
 
     def gate(self, product: Tensor, activation: Activation) -> Tensor:
         """``activation(gate) * up`` for a product [tokens, gate and up]."""
+        ...
+
+    def packs(self, kinds: Collection[str]) -> bool:
+        """Whether weights of these formats can be packed together."""
+        ...
+
+    def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
+        """Weights, one below the other, in the fewest bytes. alone: there is no other form of them."""
         ...
 
     def plan_group(
@@ -102,10 +112,13 @@ class TorchKernels:
         return Rotation(both[0].to(dtype).unsqueeze(1), both[1].to(dtype).unsqueeze(1))
 
     def gate(self, product: Tensor, activation: Activation) -> Tensor:
-        gate, up = product.chunk(2, dim=1)
-        if activation == "silu":
-            return functional.silu(gate).mul_(up)
-        return functional.gelu(gate, approximate="tanh").mul_(up)
+        return gate(product, activation)
+
+    def packs(self, kinds: Collection[str]) -> bool:
+        return packs_4_bits(kinds)
+
+    def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
+        return Packed(parts, alone)
 
     def plan_group(
         self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device

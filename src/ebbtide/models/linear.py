@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ebbtide.models.config import Activation
 from ebbtide.models.kernels import Kernels, TorchKernels
-from ebbtide.models.packed import Packed
+from ebbtide.models.packed import PackedProduct
 
 # oneDNN's name and algorithm of each activation.
 _FUSED = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}
@@ -60,7 +60,7 @@ class Linear:
         weight: Tensor | None,
         bias: Tensor | None = None,
         small_batches: bool = False,
-        packed: Packed | None = None,
+        packed: PackedProduct | None = None,
     ) -> None:
         self._few = packed
         self._bias = bias
@@ -89,8 +89,10 @@ class Linear:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + self(x)``."""
-        few = self._few is not None and self._few.pays_for(x)
-        if self._blocked and not few and x.dtype == torch.bfloat16:
+        if self._few is not None and self._few.pays_for(x):
+            product = self._few(x, residual)
+            return product if self._bias is None else product.add_(self._bias)
+        if self._blocked and x.dtype == torch.bfloat16:
             return torch.ops.mkldnn._linear_pointwise.binary(
                 x, residual, self._weight, self._bias, "add"
             )
@@ -112,7 +114,7 @@ class GatedLinear:
         up: Tensor | None,
         small_batches: bool = False,
         activation: Activation = "silu",
-        packed: Packed | None = None,
+        packed: PackedProduct | None = None,
         kernels: Kernels | None = None,
     ) -> None:
         self._activation = activation
@@ -135,7 +137,7 @@ class GatedLinear:
         if self._half is not None and x.dtype == torch.float32:
             product = torch.ops.quantized.linear_dynamic_fp16(x, self._half)
         elif self._few is not None and self._few.pays_for(x):
-            product = self._few(x)
+            return self._few.gated(x, self._activation)
         elif self._blocked:
             linear = torch.ops.mkldnn._linear_pointwise
             name, algorithm = _FUSED[self._activation]
@@ -146,7 +148,7 @@ class GatedLinear:
         return self._kernels.gate(product, self._activation)
 
 
-def _wide(weight: Tensor | None, packed: Packed | None) -> Tensor:
+def _wide(weight: Tensor | None, packed: PackedProduct | None) -> Tensor:
     if weight is not None:
         return weight
     assert packed is not None, "a weight has at least one form"

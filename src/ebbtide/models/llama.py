@@ -25,7 +25,7 @@ from ebbtide.models.config import ModelConfig
 from ebbtide.models.kernels import Kernels, Norm, Rotation, TorchKernels
 from ebbtide.models.kv import KVLayout, KVMemory
 from ebbtide.models.linear import GatedLinear, Linear
-from ebbtide.models.packed import Packed, Quantized
+from ebbtide.models.packed import PackedProduct, Quantized
 
 # A small model's weights are kept twice on a CPU that computes in bfloat16, the second time in the
 # form that is fastest for a few rows, whose activations are then float32 (see ``Linear``).
@@ -92,13 +92,16 @@ class LlamaModel:
         self._weights = weights
         self._quantized = quantized or {}
         total = sum(weight.numel() for weight in weights.values())
-        is_small = total <= SMALL_MODEL_WEIGHTS and not self._quantized
-        self._keeps_half = is_small and self.kernels.takes_float32
+        self._keeps_half = (
+            total <= SMALL_MODEL_WEIGHTS
+            and self.kernels.takes_float32
+            and not any(self.kernels.packs({each.kind}) for each in self._quantized.values())
+        )
         self._embedding = self._get("model.embed_tokens.weight")
         self._layers = [self._build_layer(i) for i in range(config.num_layers)]
         self._norm = self._get_norm("model.norm.weight")
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-        self._head = self._linear(head)
+        self._head = self._linear(head, few_rows=True)
         scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._embedding_scale = None if config.embedding_scale == 1 else scale
         self._frequencies = [
@@ -110,11 +113,12 @@ class LlamaModel:
         self._float32_tokens_max = SMALL_STEP_TOKENS if takes_float32 else 0
         del self._weights, self._quantized
 
-    def _pack(self, *names: str) -> Packed | None:
+    def _pack(self, *names: str, alone: bool = False) -> PackedProduct | None:
         """These weights, one below the other, packed where all of them can be."""
-        if not all(name in self._quantized for name in names):
+        parts = [self._quantized[name] for name in names if name in self._quantized]
+        if len(parts) < len(names) or not self.kernels.packs({part.kind for part in parts}):
             return None
-        return Packed([self._quantized[name] for name in names], self._only_packed(*names))
+        return self.kernels.pack(parts, alone or self._only_packed(*names))
 
     def _only_packed(self, *names: str) -> bool:
         return all(name in self._quantized and name not in self._weights for name in names)
@@ -123,11 +127,13 @@ class LlamaModel:
         """These weights, one below the other, as they are used; None where they are only packed."""
         return None if self._only_packed(*names) else self._get(*names)
 
-    def _linear(self, *names: str, bias: bool = False) -> Linear:
-        """The product with these projections, one below the other."""
+    def _linear(self, *names: str, bias: bool = False, few_rows: bool = False) -> Linear:
+        """The product with these projections, one below the other. few_rows: it is never for many."""
         weights = [f"{name}.weight" for name in names]
         biases = self._get(*(f"{name}.bias" for name in names)) if bias else None
-        return Linear(self._find(*weights), biases, self._keeps_half, self._pack(*weights))
+        packed = self._pack(*weights, alone=few_rows)
+        wide = None if packed is not None and packed.suits_all else self._find(*weights)
+        return Linear(wide, biases, self._keeps_half, packed)
 
     def _get(self, *names: str) -> Tensor:
         """These weights, one below the other, as they are used."""

@@ -1,9 +1,10 @@
-"""The kernels of ``native.c``, for steps in bfloat16 on a CPU: what is between the products in one pass each,
+"""The kernels of ``c``, for steps in bfloat16 on a CPU: what is between the products in one pass each,
 and attention that reads KV blocks where they are."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ from ebbtide.models.compiled import CannotCompile, load
 from ebbtide.models.config import Activation, ModelConfig
 from ebbtide.models.kernels import Norm, Rotation
 from ebbtide.models.kv import KVLayout, KVMemory
+from ebbtide.models.packed import GROUP, Packed, PackedProduct, Quantized, packs_4_bits
 
-SPLIT = 64  # of native.c: positions of a decode row in a part
+SPLIT = 64  # of attention.c: positions of a decode row in a part
+TOKENS_MAX = 32  # per step, up to which 4-bit weights are faster than the same in bfloat16
 EVERYTHING = 1 << 40  # a window that hides nothing
 
 
@@ -34,7 +37,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class NativeGroup:
-    """A step in one KV group. write, tables, decodes: as ``native.c`` says; prompts or prefills: its other
+    """A step in one KV group. write, tables, decodes: as ``c`` says; prompts or prefills: its other
     rows, for AMX or for PyTorch."""
 
     write: Tensor
@@ -61,7 +64,7 @@ class NativeKernels:
             )
         assert layout.dtype == torch.bfloat16
         self._library = _declare(load())
-        self._has_amx = bool(self._library.can_attend_prefill())
+        self._has_amx = bool(self._library.has_amx())
         sizes = (
             config.num_heads,
             layout.kv_heads,
@@ -88,6 +91,12 @@ class NativeKernels:
         is_gelu = activation == "gelu_tanh"
         self._library.gate(out.data_ptr(), product.data_ptr(), tokens, width, is_gelu)
         return out
+
+    def packs(self, kinds: Collection[str]) -> bool:
+        return packs_4_bits(kinds) or (self._has_amx and set(kinds) == {"Q8_0"})
+
+    def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
+        return NativePacked(self._library, parts, alone) if self._has_amx else Packed(parts, alone)
 
     def plan_group(
         self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
@@ -183,6 +192,55 @@ class NativeNorm:
         )  # fmt: skip
 
 
+class NativePacked:
+    """``PackedProduct``, on AMX, in 0.56 bytes per weight (Q4_0), 0.63 (Q4_1) or 1.06 (Q8_0)."""
+
+    def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], alone: bool) -> None:
+        integers, scales, zeros = map(torch.cat, zip(*(p.unpack() for p in parts), strict=True))
+        outputs, width = integers.shape
+        self._multiply, self._outputs, self._groups = (
+            library.multiply_packed,
+            outputs,
+            width // GROUP,
+        )
+        self.suits_all = alone
+        self._bits = 8 if integers.dtype == torch.int8 else 4
+        # [outputs / 16, groups, 512], where each 512 are 16 pairs of values for 16 outputs
+        tiles = integers.view(outputs // 16, 16, self._groups, 16, 2).permute(0, 2, 3, 1, 4)
+        self._weights = tiles.reshape(outputs // 16, self._groups, 512)
+        if self._bits == 4:
+            low, high = self._weights.chunk(2, dim=2)
+            self._weights = low | (high << 4)
+        self._scales = self._of_tiles(scales)
+        self._zeros = self._of_tiles(zeros) if zeros.any() else None
+
+    def _of_tiles(self, values: Tensor) -> Tensor:
+        """[outputs, groups] -> [outputs / 16, groups, 16], float16."""
+        return values.view(-1, 16, self._groups).transpose(1, 2).to(torch.float16).contiguous()
+
+    def pays_for(self, x: Tensor) -> bool:
+        return self.suits_all or len(x) <= TOKENS_MAX
+
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        return self._run(x, self._outputs, added, 0)
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        return self._run(x, self._outputs // 2, None, 2 if activation == "gelu_tanh" else 1)
+
+    def _run(self, x: Tensor, outputs: int, added: Tensor | None, gated: int) -> Tensor:
+        x, out = x.contiguous(), x.new_empty(len(x), outputs)
+        self._multiply(
+            out.data_ptr(), x.data_ptr(), None if added is None else added.data_ptr(),
+            self._weights.data_ptr(), self._scales.data_ptr(),
+            None if self._zeros is None else self._zeros.data_ptr(),
+            len(x), self._groups, outputs, self._bits, gated,
+        )  # fmt: skip
+        return out
+
+    def dequantize(self) -> Tensor:
+        raise AssertionError("it pays for all x where it is alone")
+
+
 def _grown(scratch: Tensor, size: int) -> Tensor:
     """Scratch of this size at least."""
     return scratch if len(scratch) >= size else scratch.new_empty(size)
@@ -196,6 +254,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "rotate_and_write": [at] * 6 + [count] * 2,
         "attend_decode": [at] * 7 + [count] * 2,
         "attend_prefill": [at] * 6 + [count] * 4,
+        "multiply_packed": [at] * 6 + [count] * 3 + [ctypes.c_int] * 2,
     }
     for name, types in arguments.items():
         function = getattr(library, name)

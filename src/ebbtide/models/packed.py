@@ -1,23 +1,26 @@
-"""Weights that stay as small as their file has them: 4-bit integers in groups of 32.
+"""Weights that stay as small as their file has them: 4-bit or 8-bit integers in groups of 32.
 
-A group has a scale d, and in Q4_1 a minimum m: value = d * (q - 8), or d * q + m. PyTorch's product with
-such weights takes value = scale * (q - 8) + zero, both in bfloat16, so the integers stay what they are and
-scale and zero are rounded like any weight in bfloat16.
+A group has a scale d, and in Q4_1 a minimum m: value = d * (q - 8), or d * q + m; in Q8_0, d * q. PyTorch's
+product with 4 bits takes value = scale * (q - 8) + zero, both in bfloat16, so the integers stay what they are
+and scale and zero are rounded like any weight in bfloat16. It has none for Q8_0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ebbtide.models.config import Activation
 from ebbtide.models.dequantize import dequantize
+from ebbtide.models.gates import gate
 
 GROUP = 32
-KINDS = ("Q4_0", "Q4_1")
+KINDS_4_BITS = ("Q4_0", "Q4_1")
+KINDS = (*KINDS_4_BITS, "Q8_0")
 BYTES = 0.5 + 4 / GROUP  # of a weight, with its share of scale and zero
 ROW_MULTIPLE = 16  # of output rows, that PyTorch's product wants
 
@@ -41,34 +44,68 @@ class Quantized(NamedTuple):
         return dequantize(self.raw, self.kind, self.shape, dtype)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Integers 0..15 [out, in], uint8, then scales and zeros [out, in / 32], float32."""
+        """Integers [out, in], of 4 bits as uint8, 0..15, of 8 bits as int8; then scales and zeros [out, in /
+        32], float32."""
         rows, columns = self.shape
         blocks = torch.from_numpy(self.raw).view(rows, columns // GROUP, -1)
-        halves = blocks[..., :-16].contiguous().view(torch.float16).float()
+        size = 32 if self.kind == "Q8_0" else 16
+        halves = blocks[..., :-size].contiguous().view(torch.float16).float()
         scales = halves[..., 0]
         zeros = halves[..., 1] + 8 * scales if self.kind == "Q4_1" else torch.zeros_like(scales)
-        nibbles = blocks[..., -16:]
-        integers = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
+        integers = blocks[..., -size:]
+        if self.kind == "Q8_0":
+            return integers.reshape(rows, columns).view(torch.int8), scales, zeros
+        integers = torch.cat([integers & 15, integers >> 4], dim=-1)
         return integers.view(rows, columns), scales, zeros
 
 
-def can_stay_packed(kind: str, shape: Sequence[int]) -> bool:
-    """Whether PyTorch has a product for a weight of this format and shape."""
-    return (
-        kind in KINDS
-        and len(shape) == 2
-        and shape[0] % ROW_MULTIPLE == 0
-        and shape[1] % GROUP == 0
-        and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+def packs_4_bits(kinds: Collection[str]) -> bool:
+    """Whether PyTorch has a product for weights of these formats, one below the other."""
+    return set(kinds) <= set(KINDS_4_BITS) and hasattr(
+        torch.ops.aten, "_weight_int4pack_mm_for_cpu"
     )
 
 
+def can_stay_packed(kind: str, shape: Sequence[int]) -> bool:
+    """Whether there may be a product for a weight of this format and shape."""
+    return (
+        kind in KINDS and len(shape) == 2 and shape[0] % ROW_MULTIPLE == 0 and shape[1] % GROUP == 0
+    )
+
+
+class PackedProduct(Protocol):
+    """The product with weights [out, in] that stay packed, for x [tokens, in] in bfloat16.
+
+    suits_all: it needs no other form of them for x of many rows.
+    """
+
+    suits_all: bool
+
+    def pays_for(self, x: Tensor) -> bool:
+        """Whether x has so few rows that this is the fastest form."""
+        ...
+
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + added``."""
+        ...
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """``activation(x @ gate.T) * (x @ up.T)``, where the weights are gate, then up."""
+        ...
+
+    def dequantize(self) -> Tensor:
+        """The weights in bfloat16, where this is their only form."""
+        ...
+
+
 class Packed:
-    """One or more weights [out, in], one below the other, in 0.625 bytes per weight.
+    """``PackedProduct``, of PyTorch's, in 0.625 bytes per weight.
 
     alone: there is no other form of them. Then larger steps dequantise them each time, from the file's bytes,
     which are kept for that: 1.25 bytes per weight in all.
     """
+
+    suits_all = False
 
     def __init__(self, parts: Sequence[Quantized], alone: bool = False) -> None:
         integers, scales, zeros = map(torch.cat, zip(*(p.unpack() for p in parts), strict=True))
@@ -78,13 +115,14 @@ class Packed:
         self._parts = tuple(parts) if alone else ()
 
     def pays_for(self, x: Tensor) -> bool:
-        """Whether x [tokens, in] has so few rows that this is the fastest form."""
         return len(x) <= self._tokens_max
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x @ weight.T`` for x [tokens, in] in bfloat16."""
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._weight, GROUP, self._scales)
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._weight, GROUP, self._scales)
+        return product if added is None else product.add_(added)
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        return gate(self(x), activation)
 
     def dequantize(self) -> Tensor:
-        """The weight in bfloat16, where it is the only form."""
         return torch.cat([part.dequantize(torch.bfloat16) for part in self._parts])

@@ -1,127 +1,6 @@
-// What lies between a model's matrix products, for bfloat16 on x86-64 with AVX-512 BF16: norms, rotations,
-// gates, and attention that reads KV blocks where they are. Prompts are attended to with AMX where there is.
-//
-// compiled.py builds this file, native.py calls it. All tensors are contiguous, but where a stride is given.
-// Every kernel uses the threads that the caller's OpenMP has, and gives a decode row the same result whatever
-// rows are beside it. Widths are multiples of 16, head sizes of 64.
+// Attention that reads KV blocks where they are: of decode rows, and, with AMX, of prompts.
 
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-typedef uint16_t bf16;
-typedef int64_t i64;
-
-#define inlined static inline __attribute__((always_inline))
-#define SMALL 8192  // values up to which a second thread costs more than it saves
-
-inlined i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
-inlined i64 max_of(i64 a, i64 b) { return a > b ? a : b; }
-
-inlined __m512 widen(const bf16 *x) {
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
-
-inlined void narrow(bf16 *out, __m512 x) {
-    _mm256_storeu_si256((__m256i *)out, (__m256i)_mm512_cvtneps_pbh(x));
-}
-
-// 2^x, relative error below 3e-6: the Taylor series of its fraction, scaled by its integer.
-inlined __m512 power_of_two(__m512 x) {
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 rest = _mm512_sub_ps(x, whole);
-    __m512 sum = _mm512_set1_ps(1.33335581e-3f);
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.61812911e-3f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.55041087e-2f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(2.40226507e-1f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.93147181e-1f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(sum, whole);
-}
-
-// ---- between the products -------------------------------------------------------------------------------
-
-// out = x / sqrt(mean(x^2) + eps) * weight. x, out: [tokens, heads, width], a token after `stride` values;
-// weight: [heads, width].
-void rms_norm(bf16 *out, const bf16 *x, const float *weight, i64 tokens, i64 heads, i64 width, i64 stride,
-              float eps) {
-#pragma omp parallel for if (tokens * heads * width > SMALL)
-    for (i64 row = 0; row < tokens * heads; row++) {
-        i64 at = row / heads * stride + row % heads * width;
-        const float *factors = weight + row % heads * width;
-        __m512 squares = _mm512_setzero_ps();
-        for (i64 i = 0; i < width; i += 16) {
-            __m512 value = widen(x + at + i);
-            squares = _mm512_fmadd_ps(value, value, squares);
-        }
-        __m512 scale = _mm512_set1_ps(1 / sqrtf(_mm512_reduce_add_ps(squares) / width + eps));
-        for (i64 i = 0; i < width; i += 16) {
-            __m512 value = _mm512_mul_ps(widen(x + at + i), scale);
-            narrow(out + at + i, _mm512_mul_ps(value, _mm512_loadu_ps(factors + i)));
-        }
-    }
-}
-
-// out [tokens, width] = activation(gate) * up. both: [tokens, 2, width], gate and up.
-void gate(bf16 *out, const bf16 *both, i64 tokens, i64 width, int is_gelu) {
-    const __m512 one = _mm512_set1_ps(1), log2e = _mm512_set1_ps(-1.44269504f);
-#pragma omp parallel for if (tokens * width > SMALL)
-    for (i64 token = 0; token < tokens; token++) {
-        const bf16 *gates = both + token * 2 * width, *ups = gates + width;
-        for (i64 i = 0; i < width; i += 16) {
-            __m512 value = widen(gates + i), argument = value;
-            if (is_gelu) {  // the approximation by tanh(z) = 2 * sigmoid(2 z) - 1
-                __m512 inner = _mm512_mul_ps(value, _mm512_set1_ps(0.044715f));
-                inner = _mm512_fmadd_ps(inner, _mm512_mul_ps(value, value), value);
-                argument = _mm512_mul_ps(inner, _mm512_set1_ps(1.59576912f));
-            }
-            __m512 below = _mm512_add_ps(power_of_two(_mm512_mul_ps(argument, log2e)), one);
-            value = _mm512_div_ps(value, below);
-            narrow(out + token * width + i, _mm512_mul_ps(value, widen(ups + i)));
-        }
-    }
-}
-
-// The model's heads, and where one layer's keys and values are: see KVLayout.
-typedef struct {
-    const bf16 *kv;
-    i64 heads, kv_heads, dim, block_size, slots, slot;
-    float scale;  // of scores, as exponents of two
-} Layer;
-
-inlined Layer layer_of(const bf16 *kv, const i64 *shape, i64 slot) {
-    float scale = 1.44269504f / sqrtf(shape[2]);
-    return (Layer){kv, shape[0], shape[1], shape[2], shape[3], shape[4], slot, scale};
-}
-
-// Rotates queries and keys in place, then writes keys and values to the KV. cos, sin: [tokens, dim / 2], or
-// none. write: each token's place in the first slot, in positions.
-void rotate_and_write(bf16 *qkv, bf16 *kv, const i64 *shape, const i64 *write, const float *cos,
-                      const float *sin, i64 tokens, i64 slot) {
-    Layer of = layer_of(kv, shape, slot);
-    i64 heads = of.heads, kv_heads = of.kv_heads, dim = of.dim, half = dim / 2;
-    i64 stride = (heads + 2 * kv_heads) * dim;
-#pragma omp parallel for if (tokens * stride > SMALL)
-    for (i64 token = 0; token < tokens; token++) {
-        bf16 *row = qkv + token * stride;
-        const float *c = cos + token * half, *s = sin + token * half;
-        for (i64 head = 0; cos && head < heads + kv_heads; head++) {
-            bf16 *low = row + head * dim, *high = low + half;
-            for (i64 i = 0; i < half; i += 16) {
-                __m512 a = widen(low + i), b = widen(high + i);
-                __m512 ci = _mm512_loadu_ps(c + i), si = _mm512_loadu_ps(s + i);
-                narrow(low + i, _mm512_fmsub_ps(a, ci, _mm512_mul_ps(b, si)));
-                narrow(high + i, _mm512_fmadd_ps(b, ci, _mm512_mul_ps(a, si)));
-            }
-        }
-        bf16 *place = kv + (write[token] + slot * of.block_size) * 2 * kv_heads * dim;
-        memcpy(place, row + heads * dim, 4 * kv_heads * dim);
-    }
-}
-
-// ---- attention ------------------------------------------------------------------------------------------
+#include "native.h"
 
 // Where the keys of all heads of positions [first, first + count) are; the values of each follow its keys.
 inlined void locate(const bf16 **keys, const Layer *of, const i64 *table, i64 first, i64 count) {
@@ -275,19 +154,9 @@ void attend_decode(bf16 *out, const bf16 *qkv, const bf16 *kv, float *parts, con
 }
 
 #ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-
-int can_attend_prefill(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }  // ARCH_REQ_XCOMP_PERM
 
 #define QUERIES 32  // of a tile
 #define KEYS 256    // whose scores are in the first-level cache
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TileConfig;
 
 // Keys of 16 positions and values of 32, as AMX wants its right-hand side: pairs along the summed axis.
 static void pack(bf16 *packed_keys, bf16 *packed_values, const Layer *of, const i64 *table, i64 first,
@@ -440,7 +309,7 @@ void attend_prefill(bf16 *out, const bf16 *qkv, const bf16 *kv, bf16 *packed, co
         1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 #pragma omp parallel
     {
-        TileConfig before;  // of whoever used them last, and may think that they are still so
+        TileConfig before;
         _tile_storeconfig(&before);
         _tile_loadconfig(&config);
 #pragma omp for
@@ -456,12 +325,8 @@ void attend_prefill(bf16 *out, const bf16 *qkv, const bf16 *kv, bf16 *packed, co
             attend_tile(out + head * of.dim, qkv + head * of.dim, packed + place, values + place,
                         tile * QUERIES, queries, keys, window, of.dim, stride, of.heads * of.dim, of.scale);
         }
-        if (before.palette)
-            _tile_loadconfig(&before);
-        else
-            _tile_release();
+        restore(&before);
     }
 }
-#else
-int can_attend_prefill(void) { return 0; }
+
 #endif

@@ -1,0 +1,85 @@
+// Products with packed weights, and what lies between products, for bfloat16 on x86-64 with AVX-512 BF16: norms, rotations,
+// gates, and attention that reads KV blocks where they are. Prompts are attended to with AMX where there is.
+//
+// compiled.py builds these files, native.py calls what is in them. All tensors are contiguous, but where a stride is given.
+// Every kernel uses the threads that the caller's OpenMP has, and gives a decode row the same result whatever
+// rows are beside it. Widths are multiples of 16, head sizes of 64.
+
+#pragma once
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+typedef int64_t i64;
+
+#define inlined static inline __attribute__((always_inline))
+#define SMALL 8192  // values up to which a second thread costs more than it saves
+
+inlined i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
+inlined i64 max_of(i64 a, i64 b) { return a > b ? a : b; }
+
+inlined __m512 widen(const bf16 *x) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+inlined void narrow(bf16 *out, __m512 x) {
+    _mm256_storeu_si256((__m256i *)out, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+// 2^x, relative error below 3e-6: the Taylor series of its fraction, scaled by its integer.
+inlined __m512 power_of_two(__m512 x) {
+    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 rest = _mm512_sub_ps(x, whole);
+    __m512 sum = _mm512_set1_ps(1.33335581e-3f);
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.61812911e-3f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.55041087e-2f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(2.40226507e-1f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.93147181e-1f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(sum, whole);
+}
+
+// x * sigmoid(z): SiLU, with z = x, or GELU's approximation by tanh.
+inlined __m512 activate(__m512 x, int is_gelu) {
+    __m512 z = x;
+    if (is_gelu) {  // tanh(z / 2) = 2 * sigmoid(z) - 1
+        __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_mul_ps(x, _mm512_set1_ps(0.044715f)));
+        z = _mm512_mul_ps(_mm512_add_ps(x, cube), _mm512_set1_ps(1.59576912f));
+    }
+    __m512 power = power_of_two(_mm512_mul_ps(z, _mm512_set1_ps(-1.44269504f)));
+    return _mm512_div_ps(x, _mm512_add_ps(power, _mm512_set1_ps(1)));
+}
+
+// The model's heads, and where one layer's keys and values are: see KVLayout.
+typedef struct {
+    const bf16 *kv;
+    i64 heads, kv_heads, dim, block_size, slots, slot;
+    float scale;  // of scores, as exponents of two
+} Layer;
+
+inlined Layer layer_of(const bf16 *kv, const i64 *shape, i64 slot) {
+    float scale = 1.44269504f / sqrtf(shape[2]);
+    return (Layer){kv, shape[0], shape[1], shape[2], shape[3], shape[4], slot, scale};
+}
+
+#ifdef __AMX_BF16__
+
+// How AMX's tiles are set up.
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileConfig;
+
+// The tiles as whoever used them last had them, and may think that they are still.
+inlined void restore(const TileConfig *before) {
+    if (before->palette)
+        _tile_loadconfig(before);
+    else
+        _tile_release();
+}
+
+#endif
