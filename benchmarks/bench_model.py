@@ -18,7 +18,8 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -29,19 +30,21 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table as RichTable
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from ebbtide.core.plan import Row, StepPlan, Table, TransferResult
+from ebbtide.engine.build import build_model
+from ebbtide.engine.config import EngineConfig
 from ebbtide.models.checkpoint import Checkpoint, Form
 from ebbtide.models.executor import TorchExecutor
 from ebbtide.models.kv import KVMemory, layout_for
-from ebbtide.models.llama import LlamaModel
 from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
-from ebbtide.models.packed import BYTES, TOKENS_MAX
+from ebbtide.models.native import NativeKernels, NativeNorm, NativePacked
 from ebbtide.models.sampler import Ask, sample
 from ebbtide.params import SamplingParams
 from reference import transformers_model
 
+EMBEDDING = "model.embed_tokens.weight"
 PREFILL_TOKENS = 1024
 PROMPT_TOKENS = 128  # before the first decode step that is timed
 STEPS = 12  # decode steps per round
@@ -71,13 +74,12 @@ class Result:
 class Ours:
     """Drives a ``TorchExecutor`` with plans made by hand; blocks in sequence."""
 
-    def __init__(self, checkpoint: Checkpoint, num_blocks: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, num_blocks: int, kernels: str) -> None:
         self.layout = layout_for(checkpoint.config, BLOCK_SIZE, torch.bfloat16)
         self.kv = KVMemory(self.layout, num_blocks * len(self.layout.groups), "cpu")
-        quantized = checkpoint.quantized
-        self.model = LlamaModel(
-            checkpoint.config, checkpoint.weights, self.layout, quantized=quantized
-        )
+        config = EngineConfig(kernels=kernels)
+        cpu = torch.device("cpu")
+        self.model = build_model(config, checkpoint, self.layout, cpu, torch.bfloat16)
         self._executor = TorchExecutor(self.model, self.kv, TransferResult)
         self._rows: list[Row] = []
         self._free = 0
@@ -168,13 +170,20 @@ class Theirs:
         self._next[kind].tolist()  # a generation loop looks at every token
 
 
-def serve(connection: Connection, form: Form | None, model: str, threads: int, blocks: int) -> None:
+def serve(
+    connection: Connection,
+    form: Form | None,
+    model: str,
+    threads: int,
+    blocks: int,
+    kernels: str = "auto",
+) -> None:
     """A process with one engine: ours with weights in a form, or theirs. Answers (method, arguments)
     with what the method returns."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(threads)
     checkpoint = load_checkpoint(model, torch.bfloat16, form=form or Form.WIDE)
-    engine = Ours(checkpoint, blocks) if form else Theirs(checkpoint)
+    engine = Ours(checkpoint, blocks, kernels) if form else Theirs(checkpoint)
     del checkpoint
     connection.send(None)
     while (call := connection.recv()) is not None:
@@ -235,15 +244,13 @@ def layer_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return {n: w for n, w in checkpoint.weights.items() if ".layers." in n and w.dim() == 2}
 
 
-def read_bytes(checkpoint: Checkpoint, batch: int) -> float:
-    """Of weights, in a decode step of this many tokens."""
-    layers, head = weight_counts(checkpoint)
-    packed = sum(
-        weight.numel()
-        for name, weight in layer_weights(checkpoint).items()
-        if name in checkpoint.quantized and batch <= TOKENS_MAX
+def read_bytes(checkpoint: Checkpoint) -> int:
+    """Of weights, that a decode step reads at least: as the file has them."""
+    used = {**layer_weights(checkpoint), EMBEDDING: checkpoint.weights[EMBEDDING]}
+    held = checkpoint.quantized
+    return sum(
+        held[name].raw.nbytes if name in held else weight.nbytes for name, weight in used.items()
     )
-    return packed * BYTES + 2 * (layers - packed + head)
 
 
 def measure(
@@ -302,12 +309,35 @@ GROUPS = {
         "_linear_pointwise",
         "_weight_int4pack_mm",
         "linear_dynamic_fp16",
+        "NativePacked",
         "::addmm",
         "::mm",
         "aten::linear",
     ),
-    "attention": ("scaled_dot_product", "::index_", "::bmm", "softmax"),
+    "attention": ("scaled_dot_product", "::index_", "::bmm", "softmax", "NativeKernels"),
 }
+COMPILED = {NativePacked: "_run", NativeKernels: "attend", NativeNorm: "_run"}
+
+
+@contextmanager
+def compiled_kernels_recorded() -> Iterator[None]:
+    """The profiler sees PyTorch's operators only: here, these as well, by the name of their class."""
+
+    def recorded(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with record_function(name):
+                return work(*args)
+
+        return run
+
+    before = {each: getattr(each, method) for each, method in COMPILED.items()}
+    for each, method in COMPILED.items():
+        setattr(each, method, recorded(each.__name__, before[each]))
+    try:
+        yield
+    finally:
+        for each, method in COMPILED.items():
+            setattr(each, method, before[each])
 
 
 def breakdown(ours: Ours, rows: list[Row]) -> dict[str, float]:
@@ -323,7 +353,7 @@ def breakdown(ours: Ours, rows: list[Row]) -> dict[str, float]:
     plan_s = min(seconds(lambda: ours.model.plan(rows, {})) for _ in range(runs))
     forward_s = min(seconds(lambda: ours.model.forward(batch, ours.kv)) for _ in range(runs))
     sample_s = min(seconds(lambda: sample(logits, asks)) for _ in range(runs))
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with compiled_kernels_recorded(), profile(activities=[ProfilerActivity.CPU]) as recorded:
         profiled_s = seconds(lambda: ours.model.forward(batch, ours.kv))
     spent = {"linear": 0.0, "attention": 0.0, "norm, rope, elementwise": 0.0}
     for event in recorded.key_averages():
@@ -377,7 +407,7 @@ def main() -> None:
     positions = PROMPT_TOKENS + STEPS * (args.rounds + 2)
     blocks = max(args.batches) * (positions // BLOCK_SIZE + 1) + PREFILL_TOKENS // BLOCK_SIZE + 1
     checkpoint = load_checkpoint(args.model, torch.bfloat16, form=Form.BOTH)
-    step_bytes = {batch: read_bytes(checkpoint, batch) for batch in args.batches}
+    step_bytes = read_bytes(checkpoint)
     vocab = checkpoint.config.vocab_size
     limits, layers, head = Limits(), *weight_counts(checkpoint)
     del checkpoint
@@ -392,7 +422,7 @@ def main() -> None:
             limit, by = limits.matmul_rate / (2 * layers), "multiplying with the weights"
         else:
             batch = int(case.split()[1])
-            read = batch * limits.read_rate / step_bytes[batch]
+            read = batch * limits.read_rate / step_bytes
             multiply = limits.matmul_rate / (2 * (layers + head))
             limit = min(read, multiply)
             by = "reading the weights" if read < multiply else "multiplying with the weights"
@@ -407,11 +437,10 @@ def main() -> None:
 
     console = Console(width=120)
     show(console, results, parts)
-    megabytes = ", ".join(f"{count / 1e6:.0f}" for count in step_bytes.values())
     console.print(
         f"{args.threads} threads of {platform.processor() or platform.machine()}; memory read "
         f"{limits.read_rate / 1e9:.1f} GB/s, bfloat16 products {limits.matmul_rate / 1e9:.0f} GFLOP/s; "
-        f"MB of weights per step: {megabytes}; torch {torch.__version__}, "
+        f"{step_bytes / 1e6:.0f} MB of weights; torch {torch.__version__}, "
         f"transformers {transformers.__version__}; {args.rounds} rounds"
     )
     if args.json:

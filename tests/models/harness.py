@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 import transformers
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from ebbtide.core.plan import Row, StepOutcome, StepPlan, Table, Transfer, TransferResult
@@ -15,6 +18,7 @@ from ebbtide.models.config import ModelConfig, RopeConfig
 from ebbtide.models.executor import TorchExecutor
 from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
+from ebbtide.models.packed import Quantized
 from ebbtide.params import SamplingParams
 
 torch.set_num_threads(1)  # tiny models: a second thread only costs
@@ -241,3 +245,14 @@ class Driver:
 
     def close(self) -> None:
         self.executor.close()
+
+
+def quantized(kind: str, rows: int, columns: int, seed: int) -> Quantized:
+    values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+    values += 0.3  # so that minimums are not near -8 scales
+    return Quantized(gguf.quantize(values, Kind[kind]).reshape(-1), kind, (rows, columns))
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative, over all values."""
+    return float((found.double() - exact).norm() / exact.norm())

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
-from torch.nn import functional
 
 from ebbtide.core.plan import Row, Table
-from ebbtide.engine.build import choose_kernels
-from ebbtide.errors import InputError
 from ebbtide.models import compiled
-from ebbtide.models.checkpoint import Form
-from ebbtide.models.compiled import CannotCompile
+from ebbtide.models.compiled import NoNativeKernels
 from ebbtide.models.gates import gate
 from ebbtide.models.kernels import TorchKernels, TorchNorm
 from ebbtide.models.kv import KVLayout, KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
-from ebbtide.models.load import load_checkpoint
-from ebbtide.models.native import TOKENS_MAX, NativeKernels
+from ebbtide.models.native import ROWS_MAX, NativeKernels
 from ebbtide.models.packed import KINDS
 
-from . import tiny_files
-from .harness import GREEDY, Driver, config_of, rope_of, tiny, weights_of
-from .test_packed import error, quantized
+from .harness import GREEDY, Driver, config_of, error, quantized, rope_of, tiny, weights_of
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -39,7 +28,7 @@ BF16 = torch.bfloat16
 def why_not() -> str:
     try:
         compiled.load()
-    except CannotCompile as error:
+    except NoNativeKernels as error:
         return str(error)
     return ""
 
@@ -95,15 +84,23 @@ def test_norm_of_heads_in_place_leaves_what_is_beside_them():
 
 
 @needs_native
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("tokens", [1, 50])
-def test_gate(activation, tokens):
-    kernels, _ = kernels_of(config_with())
-    product = draw(tokens, 2 * 96) * 4
-    product[0, :6] = torch.tensor([0.0, -0.0, 200.0, -200.0, 3e38, -3e38])
-    product[0, 96:102] = 1
-    expected = TorchKernels().gate(product.float(), activation)
-    assert_rounds_to(kernels.gate(product, activation), expected)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_rotation(tokens):
+    """Of the queries, as attention sees them, and of the keys that are written."""
+    config = config_with()
+    step = Step(config, 16, [(0, 1)] * tokens)
+    other = Step(config, 16, [(0, 1)] * tokens)
+    angles = (
+        torch.rand(tokens, config.head_dim // 2, generator=torch.Generator().manual_seed(4)) * 6
+    )
+    found, expected = step.qkv.clone(), step.qkv.clone()
+    out = torch.empty(tokens, config.num_heads * config.head_dim, dtype=BF16)
+    for kernels, qkv, each in ((step.kernels, found, step), (TorchKernels(), expected, other)):
+        plan = kernels.plan_group(each.rows, tokens, 0, each.layout, CPU)
+        kernels.attend(qkv, kernels.rotation(angles, 1.25, torch.float32), plan, 1, each.kv, out)
+    assert_rounds_to(found, expected)
+    seen = ~torch.isnan(other.kv.positions)
+    assert_rounds_to(step.kv.positions[seen], other.kv.positions[seen])
 
 
 class Step:
@@ -137,10 +134,22 @@ class Step:
         self.decodes = sum(fed == 1 for _, fed in rows)
 
     def run(self) -> Tensor:
+        """Checks what is written to the KV; returns what is read from it."""
         plan = self.kernels.plan_group(self.rows, self.decodes, 0, self.layout, CPU)
         out = torch.full((len(self.qkv), self.config.num_heads * self.config.head_dim), torch.nan)
         out = out.to(BF16)
+        written = self.kv.positions.clone()
+        size, slots = self.layout.block_size, self.layout.layers_per_group
+        token = 0
+        for row in self.rows:
+            (table,) = row.tables
+            for position in range(row.start, row.end):
+                block = table.blocks[position // size - table.first]
+                place = (block * slots + 1) * size + position % size
+                written[place] = self.qkv[token, out.shape[1] :]
+                token += 1
         self.kernels.attend(self.qkv.clone(), None, plan, 1, self.kv, out)
+        assert torch.equal(self.kv.positions.view(torch.int16), written.view(torch.int16))
         return out
 
     def expected(self) -> Tensor:
@@ -188,7 +197,7 @@ def test_attention(heads, kv_heads, dim, window, has_amx):
         (7, 5),
     ]
     step = Step(config_with(heads, kv_heads, dim, window), 16, rows)
-    step.kernels._has_amx &= has_amx
+    step.kernels._has_amx &= has_amx  # where there is none, prompts are PyTorch's
     found = step.run()
     torch.testing.assert_close(found.double(), step.expected(), atol=0.02, rtol=0.02)
 
@@ -245,7 +254,7 @@ def test_products_with_packed_weights(amx_kernels, kind, tokens, width):
     assert error(product(x), exact) < 3e-3
     assert error(product(x, residual), exact + residual.double()) < 3e-3
     assert torch.equal(product(x)[-1:], product(x[-1:].clone()))
-    assert product.pays_for(x) == (tokens <= TOKENS_MAX)
+    assert product.pays_for(x) == (tokens <= ROWS_MAX)
     assert amx_kernels.pack(parts, alone=True).pays_for(x)
 
 
@@ -258,35 +267,6 @@ def test_gated_products_with_packed_weights(amx_kernels, kind, activation, token
     both = torch.cat([x.double() @ p.dequantize(torch.float32).double().T for p in parts], dim=1)
     found = amx_kernels.pack(parts, alone=True).gated(x, activation)
     assert error(found, gate(both, activation)) < 3e-3
-
-
-def test_oneDNN_finds_the_tiles_as_it_left_them(amx_kernels):
-    """Both set the processor up for their own products."""
-    weight, other = quantized("Q4_0", 48, 96, 1), draw(64, 96)
-    product, x = amx_kernels.pack([weight], alone=True), draw(7, 96, seed=3)
-    expected = functional.linear(x, other)
-    for _ in range(3):
-        product(x)
-        assert torch.equal(functional.linear(x, other), expected)
-
-
-@needs_native
-def test_a_head_of_8_bits_needs_no_other_form(tmp_path):
-    path = tmp_path / "model.gguf"
-    tiny_files.write_gguf(
-        path, "llama", tiny_files.model("llama", head_dim=64, vocab_size=320), Kind.Q8_0
-    )
-    checkpoint = load_checkpoint(str(path), BF16, form=Form.BOTH)
-    layout = layout_for(checkpoint.config, 16, BF16)
-    kernels = NativeKernels(checkpoint.config, layout)
-    model = LlamaModel(
-        checkpoint.config,
-        checkpoint.weights,
-        layout,
-        quantized=checkpoint.quantized,
-        kernels=kernels,
-    )
-    assert model._head._weight is None or not kernels._has_amx
 
 
 @needs_native
@@ -335,88 +315,5 @@ def test_a_model_is_as_close_to_float32_with_either_kernels(architecture):
 
 def test_a_model_of_other_sizes_is_refused():
     config = config_of(tiny("llama"))
-    with pytest.raises(CannotCompile, match="multiple of 64"):
+    with pytest.raises(NoNativeKernels, match="multiple of 64"):
         NativeKernels(config, layout_for(config, 16, BF16))
-
-
-def test_the_setting_says_what_is_missing(monkeypatch):
-    config = config_with()
-    layout = layout_for(config, 16, torch.float32)
-    with pytest.raises(
-        InputError, match="kernels=native, but they are for bfloat16 on a CPU: use auto"
-    ):
-        choose_kernels("native", config, layout, CPU, torch.float32)
-    assert isinstance(choose_kernels("auto", config, layout, CPU, torch.float32), TorchKernels)
-    layout = layout_for(config, 16, BF16)
-    assert isinstance(choose_kernels("torch", config, layout, CPU, BF16), TorchKernels)
-    monkeypatch.setattr(compiled, "_processor", lambda: "flags")
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(InputError, match=r"there is no C compiler \(install gcc\): use auto"):
-        choose_kernels("native", config, layout, CPU, BF16)
-    assert isinstance(choose_kernels("auto", config, layout, CPU, BF16), TorchKernels)
-
-
-@pytest.fixture
-def empty_cache(monkeypatch, tmp_path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled, "_processor", lambda: "flags")
-    return tmp_path
-
-
-def compiler(folder: Path, script: str) -> str:
-    path = folder / "compiler"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-@needs_native
-def test_a_library_is_compiled_once(empty_cache, monkeypatch):
-    calls = []
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: calls.append(a) or run(*a, **k))
-    compiled.load()
-    compiled.load()
-    assert len(calls) == 1
-    assert len(list((empty_cache / "cache" / "ebbtide").iterdir())) == 1
-    monkeypatch.setattr(compiled, "_processor", lambda: "another processor")
-    compiled.load()
-    assert len(calls) == 2
-
-
-def test_a_compiler_that_fails_leaves_nothing(empty_cache, monkeypatch):
-    monkeypatch.setenv("CC", compiler(empty_cache, "echo 'native.c:1: no room' >&2; exit 1"))
-    with pytest.raises(CannotCompile, match=r"compiler failed: native\.c:1: no room"):
-        compiled.load()
-    assert not list((empty_cache / "cache" / "ebbtide").iterdir())
-
-
-def test_a_compiler_that_hangs_is_given_up(empty_cache, monkeypatch):
-    monkeypatch.setattr(compiled, "COMPILE_S", 0.2)
-    monkeypatch.setenv("CC", compiler(empty_cache, "exec sleep 60"))
-    with pytest.raises(CannotCompile, match=r"took more than 0\.2 s"):
-        compiled.load()
-
-
-def test_a_library_that_does_not_load_or_cannot_be_kept(empty_cache, monkeypatch):
-    monkeypatch.setenv(
-        "CC", compiler(empty_cache, 'while [ "$1" != -o ]; do shift; done; echo no > "$2"')
-    )
-    with pytest.raises(CannotCompile, match="could not be made or loaded"):
-        compiled.load()
-    (empty_cache / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(empty_cache / "file"))
-    with pytest.raises(CannotCompile, match="could not be made or loaded"):
-        compiled.load()
-
-
-def test_other_machines_are_told(monkeypatch):
-    monkeypatch.setattr(compiled.platform, "machine", lambda: "arm64")
-    with pytest.raises(CannotCompile, match="not x86-64 Linux"):
-        compiled.load()
-    monkeypatch.undo()
-    if os.uname().sysname == "Linux" and os.uname().machine == "x86_64":
-        monkeypatch.setattr(compiled, "NEEDED", "avx1024")
-        with pytest.raises(CannotCompile, match="this processor has no avx1024"):
-            compiled.load()

@@ -66,7 +66,9 @@ def choose_weights(name: str, device: Any, dtype: Any) -> tuple[Form, Any]:
     return Form.WIDE, torch.float32 if name == "float32" else dtype
 
 
-def load(config: EngineConfig, form: Form, dtype: Any, progress: Progress | None) -> Checkpoint:
+def load_weights(
+    config: EngineConfig, form: Form, dtype: Any, progress: Progress | None
+) -> Checkpoint:
     from ebbtide.models.checkpoint import Form
     from ebbtide.models.load import load_checkpoint
     from ebbtide.models.packed import KINDS_4_BITS
@@ -84,28 +86,28 @@ def load(config: EngineConfig, form: Form, dtype: Any, progress: Progress | None
 def choose_kernels(
     name: str, model: ModelConfig, layout: KVLayout, device: Any, dtype: Any
 ) -> Kernels:
-    """What is computed between the products, and how. "auto" takes compiled kernels where it can."""
+    """What is computed beside large products, and how. "auto" takes compiled kernels where it can."""
     import torch
 
-    from ebbtide.models.compiled import CannotCompile
+    from ebbtide.models.compiled import NoNativeKernels
     from ebbtide.models.kernels import TorchKernels
     from ebbtide.models.native import NativeKernels
 
     suits = device.type == "cpu" and {dtype, layout.dtype} == {torch.bfloat16}
-    if name == "torch" or (name == "auto" and not suits):
+    if name == "native" and not suits:
+        raise InputError("kernels=native is for bfloat16 on a CPU: use auto", "kernels")
+    if name == "torch" or not suits:
         return TorchKernels()
     try:
-        if not suits:
-            raise CannotCompile("they are for bfloat16 on a CPU")
         return NativeKernels(model, layout)
-    except CannotCompile as error:
+    except NoNativeKernels as error:
         if name == "native":
             raise InputError(f"kernels=native, but {error}: use auto", "kernels") from error
         log.warning("computing without compiled kernels, which are faster: %s", error)
         return TorchKernels()
 
 
-def build(
+def build_model(
     config: EngineConfig, checkpoint: Checkpoint, layout: KVLayout, device: Any, dtype: Any
 ) -> LlamaModel:
     """The model on its device. dtype: of its weights."""

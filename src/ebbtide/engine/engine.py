@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.core.scheduler import Scheduler, SchedulerConfig
-from ebbtide.engine.build import Progress, build, choose_device, choose_dtype, choose_weights, load
+from ebbtide.engine.build import (
+    Progress,
+    build_model,
+    choose_device,
+    choose_dtype,
+    choose_weights,
+    load_weights,
+)
 from ebbtide.engine.config import MIB, EngineConfig
 from ebbtide.engine.lookups import Chunking, Lookups
 from ebbtide.engine.loop import EngineLoop
@@ -59,7 +66,7 @@ class Engine:
         device, dtype = choose_device(config.device), choose_dtype(config.dtype, config.device)
         form, weights_dtype = choose_weights(config.weights, device, dtype)
         if checkpoint is None:
-            checkpoint = load(config, form, weights_dtype, progress)
+            checkpoint = load_weights(config, form, weights_dtype, progress)
         self.config = config
         self.model_name = checkpoint.name
         self.tokenizer = checkpoint.tokenizer
@@ -81,7 +88,7 @@ class Engine:
             store_after=config.store_after,
         )
         self._block_bytes = layout.block_bytes
-        model = build(config, checkpoint, layout, device, weights_dtype)
+        model = build_model(config, checkpoint, layout, device, weights_dtype)
         mover = Mover(
             lambda transfer: move(transfer, arena, memory),
             lambda: self._loop.wake(),

@@ -1,18 +1,15 @@
-"""Paged attention over a ragged batch: what a step reads and writes, worked out once per step.
+"""PyTorch's attention over a ragged batch of a step's rows, with paged KV.
 
-The step's tokens lie on one axis, decode rows (one token each) first, longest first, then the
-prefill rows, each a run::
+The rows are in the order of ``models.batch``. Decode rows of similar length share a call::
 
     tokens  |d0|d1|d2|d3|.. prefill 0 ..|.. prefill 1 ..|
             |bucket |bkt|
 
-``plan_batch`` turns rows into tensors, ``plan_group`` into those of one KV group. ``attend`` then needs,
-per layer,
-one write of the new keys and values and, per bucket and per prefill row, one gather of blocks and
-one attention call. Decode rows of similar length share a call (a bucket), padded to the longest;
-the heads that share a key head become the query axis, so that a key is read once. A prefill row
-attends over its own blocks in tiles of queries, each over the keys it can see: memory grows with the
-tile, and a window costs its window.
+``plan_group`` turns rows into the tensors of one KV group. ``attend`` then needs, per layer, one write of
+the new keys and values and, per bucket and per prefill row, one gather of blocks and one attention call.
+The rows of a bucket are padded to the longest; the heads that share a key head become the query axis, so
+that a key is read once. A prefill row attends over its own blocks in tiles of queries, each over the keys
+it can see: memory grows with the tile, and a window costs its window.
 
 Nothing that was not written for a row reaches its result, not even as 0 * NaN: a block that a row
 begins and does not fill is cleared first, and padding repeats a block of the row's own.
@@ -22,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -84,79 +80,6 @@ class GroupBatch:
     write: tuple[Tensor, ...]
     buckets: tuple[Bucket, ...]
     prefills: tuple[Prefill, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A step, as tensors. order: the plan's row number of each row on the token axis.
-
-    tokens, positions: [tokens]. last: [rows that sample] places on the token axis, in the plan's
-    order. started: blocks that a row begins and does not fill.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    last: Tensor
-    groups: tuple[Any, ...]
-    started: tuple[int, ...]
-
-
-class PlanGroup(Protocol):
-    """Works out what attention needs to know of a step in one KV group: see ``plan_group``."""
-
-    def __call__(
-        self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
-    ) -> Any: ...
-
-
-def plan_batch(
-    rows: Sequence[Row],
-    sampled: dict[int, int],
-    layout: KVLayout,
-    device: torch.device,
-    plan_group: PlanGroup,
-) -> Batch:
-    """Work out a step's tensors.
-
-    sampled: row number -> token that the preceding step sampled, for rows with ``end > known``.
-    """
-    decodes = sorted((i for i, row in enumerate(rows) if row.end - row.start == 1),
-                     key=lambda i: -rows[i].end)  # fmt: skip
-    prefills = [i for i, row in enumerate(rows) if row.end - row.start > 1]
-    order = decodes + prefills
-    tokens: list[int] = []
-    ends: dict[int, int] = {}
-    for i in order:
-        row = rows[i]
-        tokens += row.tokens[row.start : min(row.end, row.known)]
-        if row.end > row.known:
-            tokens.append(sampled[i])
-        ends[i] = len(tokens) - 1
-    positions = np.concatenate([np.arange(rows[i].start, rows[i].end) for i in order])
-    last = [ends[i] for i, row in enumerate(rows) if row.sampling is not None]
-    started: list[int] = []
-    groups = []
-    for group in range(len(layout.groups)):
-        groups.append(plan_group([rows[i] for i in order], len(decodes), group, layout, device))
-        started += _started(rows, group, layout.block_size)
-    return Batch(
-        torch.tensor(tokens, device=device),
-        torch.from_numpy(positions).to(device),
-        torch.tensor(last, dtype=torch.int64, device=device),
-        tuple(groups),
-        tuple(started),
-    )
-
-
-def _started(rows: Sequence[Row], group: int, block_size: int) -> list[int]:
-    """Blocks whose first position is written in this step, but not their last."""
-    blocks = []
-    for row in rows:
-        block, filled = divmod(row.end, block_size)
-        if filled and block * block_size >= row.start:
-            first, ids = row.tables[group]
-            blocks.append(ids[block - first])
-    return blocks
 
 
 def plan_group(

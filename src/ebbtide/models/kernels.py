@@ -1,19 +1,17 @@
-"""What a forward pass does between its matrix products, and the way PyTorch does it, on any device."""
+"""What a forward pass computes beside its large products, and the way PyTorch does it, on any device."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ebbtide.core.plan import Row
-from ebbtide.models.attention import attend, plan_group
-from ebbtide.models.config import Activation
-from ebbtide.models.gates import gate
+from ebbtide.models.attention import GroupBatch, attend, plan_group
 from ebbtide.models.kv import KVLayout, KVMemory
-from ebbtide.models.packed import Packed, PackedProduct, Quantized, packs_4_bits
+from ebbtide.models.packed import PackedProduct, Quantized, TorchPacked, packs_4_bits
 
 
 class Rotation(NamedTuple):
@@ -36,9 +34,15 @@ class Norm(Protocol):
 
 
 class Kernels(Protocol):
-    """takes_float32: whether activations may be wider than the KV."""
+    """A device's own way to compute what is between the products, and products with packed weights. They are
+    for one model, and used by one thread.
+
+    takes_float32: whether activations may be wider than the KV. packs_heads: whether packed weights are
+    enough for the output head, which is multiplied with as many rows as requests are sampled in a step.
+    """
 
     takes_float32: bool
+    packs_heads: bool
 
     def norm(self, weight: Tensor, eps: float) -> Norm: ...
 
@@ -46,21 +50,17 @@ class Kernels(Protocol):
         """angles: [tokens, head_dim / 2], float32. scale: of cos and sin."""
         ...
 
-    def gate(self, product: Tensor, activation: Activation) -> Tensor:
-        """``activation(gate) * up`` for a product [tokens, gate and up]."""
-        ...
-
     def packs(self, kinds: Collection[str]) -> bool:
         """Whether weights of these formats can be packed together."""
         ...
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
-        """Weights, one below the other, in the fewest bytes. alone: there is no other form of them."""
+        """Weights, one below the other, as their file has them. alone: they serve x of any number of rows."""
         ...
 
     def plan_group(
         self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
-    ) -> Any:
+    ) -> object:
         """What ``attend`` needs to know of a step in one KV group. rows: decode rows, which feed one token,
         longest first, then the others."""
         ...
@@ -69,7 +69,7 @@ class Kernels(Protocol):
         self,
         qkv: Tensor,
         rotation: Rotation | None,
-        plan: Any,
+        plan: object,
         slot: int,
         kv: KVMemory,
         out: Tensor,
@@ -101,6 +101,7 @@ class TorchNorm:
 
 class TorchKernels:
     takes_float32 = True
+    packs_heads = False
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return TorchNorm(weight, eps)
@@ -111,25 +112,22 @@ class TorchKernels:
         both = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
         return Rotation(both[0].to(dtype).unsqueeze(1), both[1].to(dtype).unsqueeze(1))
 
-    def gate(self, product: Tensor, activation: Activation) -> Tensor:
-        return gate(product, activation)
-
     def packs(self, kinds: Collection[str]) -> bool:
         return packs_4_bits(kinds)
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
-        return Packed(parts, alone)
+        return TorchPacked(parts, alone)
 
     def plan_group(
         self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
-    ) -> Any:
+    ) -> GroupBatch:
         return plan_group(rows, num_decodes, group, layout, device)
 
     def attend(
         self,
         qkv: Tensor,
         rotation: Rotation | None,
-        plan: Any,
+        plan: object,
         slot: int,
         kv: KVMemory,
         out: Tensor,
@@ -140,4 +138,5 @@ class TorchKernels:
             both = qkv[:, :width].view(len(qkv), -1, dim)
             swapped = both.roll(dim // 2, dims=-1)
             torch.addcmul(both * rotation.cos, swapped, rotation.sin, out=both)
+        assert isinstance(plan, GroupBatch)
         attend(qkv, plan, slot, kv, out)

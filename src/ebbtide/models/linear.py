@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ebbtide.models.config import Activation
-from ebbtide.models.kernels import Kernels, TorchKernels
+from ebbtide.models.gates import gate
 from ebbtide.models.packed import PackedProduct
 
 # oneDNN's name and algorithm of each activation.
@@ -52,7 +52,7 @@ class Linear:
     With ``small_batches`` it is kept a second time, in float16, for x in float32: over the same
     layers 8.5 instead of 11.8 ms for 1 row, 9.2 instead of 10.4 for 4 rows, but slower from 8 rows.
 
-    packed: the same weight in 4 bits, for x of few rows; without ``weight``, for all.
+    packed: the same weight as its file has it, for x of few rows; without ``weight``, for all.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Linear:
         small_batches: bool = False,
         packed: PackedProduct | None = None,
     ) -> None:
-        self._few = packed
+        self._packed = packed
         self._bias = bias
         self._blocked = weight is not None and can_pack(weight)
         self._half = pack_half(weight, bias) if small_batches and weight is not None else None
@@ -80,23 +80,25 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._half is not None and x.dtype == torch.float32:
             return torch.ops.quantized.linear_dynamic_fp16(x, self._half)
-        if self._few is not None and self._few.pays_for(x):
-            product = self._few(x)
-            return product if self._bias is None else product.add_(self._bias)
+        if self._packed is not None and self._packed.pays_for(x):
+            return self._with_bias(self._packed(x))
         if self._blocked:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return functional.linear(x, _wide(self._weight, self._few), self._bias)
+        assert self._weight is not None
+        return functional.linear(x, self._weight, self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + self(x)``."""
-        if self._few is not None and self._few.pays_for(x):
-            product = self._few(x, residual)
-            return product if self._bias is None else product.add_(self._bias)
+        if self._packed is not None and self._packed.pays_for(x):
+            return self._with_bias(self._packed(x, residual))
         if self._blocked and x.dtype == torch.bfloat16:
             return torch.ops.mkldnn._linear_pointwise.binary(
                 x, residual, self._weight, self._bias, "add"
             )
         return self(x).add_(residual)
+
+    def _with_bias(self, product: Tensor) -> Tensor:
+        return product if self._bias is None else product.add_(self._bias)
 
 
 class GatedLinear:
@@ -110,23 +112,21 @@ class GatedLinear:
 
     def __init__(
         self,
-        gate: Tensor | None,
-        up: Tensor | None,
+        gates: Tensor | None,
+        ups: Tensor | None,
         small_batches: bool = False,
         activation: Activation = "silu",
         packed: PackedProduct | None = None,
-        kernels: Kernels | None = None,
     ) -> None:
         self._activation = activation
-        self._kernels = kernels or TorchKernels()
-        self._few = packed
-        self._blocked = gate is not None and can_pack(gate)
-        both = None if gate is None or up is None else torch.cat([gate, up])
+        self._packed = packed
+        self._blocked = gates is not None and can_pack(gates)
+        both = None if gates is None or ups is None else torch.cat([gates, ups])
         self._half = pack_half(both, None) if small_batches and both is not None else None
         self._both = None if self._blocked else both
-        if self._blocked:
-            self._gate = torch.ops.mkldnn._reorder_linear_weight(gate.contiguous())
-            self._up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous())
+        if gates is not None and ups is not None and self._blocked:
+            self._gate = torch.ops.mkldnn._reorder_linear_weight(gates.contiguous())
+            self._up = torch.ops.mkldnn._reorder_linear_weight(ups.contiguous())
 
     @property
     def takes_float32(self) -> bool:
@@ -136,20 +136,14 @@ class GatedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._half is not None and x.dtype == torch.float32:
             product = torch.ops.quantized.linear_dynamic_fp16(x, self._half)
-        elif self._few is not None and self._few.pays_for(x):
-            return self._few.gated(x, self._activation)
+        elif self._packed is not None and self._packed.pays_for(x):
+            return self._packed.gated(x, self._activation)
         elif self._blocked:
             linear = torch.ops.mkldnn._linear_pointwise
             name, algorithm = _FUSED[self._activation]
-            gate = linear(x, self._gate, None, name, [], algorithm)
-            return linear.binary(x, gate, self._up, None, "mul")
+            gates = linear(x, self._gate, None, name, [], algorithm)
+            return linear.binary(x, gates, self._up, None, "mul")
         else:
-            product = functional.linear(x, _wide(self._both, self._few))
-        return self._kernels.gate(product, self._activation)
-
-
-def _wide(weight: Tensor | None, packed: PackedProduct | None) -> Tensor:
-    if weight is not None:
-        return weight
-    assert packed is not None, "a weight has at least one form"
-    return packed.dequantize()
+            assert self._both is not None
+            product = functional.linear(x, self._both)
+        return gate(product, self._activation)

@@ -20,15 +20,16 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from ebbtide.core.plan import Row
-from ebbtide.models.attention import Batch, plan_batch
+from ebbtide.models.batch import Batch, plan_batch
 from ebbtide.models.config import ModelConfig
 from ebbtide.models.kernels import Kernels, Norm, Rotation, TorchKernels
 from ebbtide.models.kv import KVLayout, KVMemory
 from ebbtide.models.linear import GatedLinear, Linear
 from ebbtide.models.packed import PackedProduct, Quantized
 
-# A small model's weights are kept twice on a CPU that computes in bfloat16, the second time in the
-# form that is fastest for a few rows, whose activations are then float32 (see ``Linear``).
+# A small model's weights are kept twice on a CPU that computes in bfloat16, unless they can be packed or the
+# kernels have another way with few rows: the second time in the form that is fastest for these with PyTorch
+# alone, whose activations are then float32 (see ``Linear``).
 SMALL_MODEL_WEIGHTS = 1 << 29
 SMALL_STEP_TOKENS = 4
 
@@ -70,7 +71,8 @@ class LlamaModel:
     weights: Hugging Face names, any dtype; a name that is missing raises ``KeyError``. Rows of the
     query and key projections are in the half-split rotary order. quantized: some of these weights as the
     file has them. Projections all of whose parts are there stay packed, for steps of few tokens where
-    ``weights`` has them as well, else for all.
+    ``weights`` has them as well, else for all; the output head for all where the kernels say so. dtype: of
+    the other weights (None: the layout's). kernels: made for this model and layout (None: PyTorch's).
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class LlamaModel:
         self._layers = [self._build_layer(i) for i in range(config.num_layers)]
         self._norm = self._get_norm("model.norm.weight")
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-        self._head = self._linear(head, few_rows=True)
+        self._head = self._linear(head, packed_suffices=self.kernels.packs_heads)
         scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._embedding_scale = None if config.embedding_scale == 1 else scale
         self._frequencies = [
@@ -127,12 +129,12 @@ class LlamaModel:
         """These weights, one below the other, as they are used; None where they are only packed."""
         return None if self._only_packed(*names) else self._get(*names)
 
-    def _linear(self, *names: str, bias: bool = False, few_rows: bool = False) -> Linear:
-        """The product with these projections, one below the other. few_rows: it is never for many."""
+    def _linear(self, *names: str, bias: bool = False, packed_suffices: bool = False) -> Linear:
+        """The product with these projections, one below the other."""
         weights = [f"{name}.weight" for name in names]
         biases = self._get(*(f"{name}.bias" for name in names)) if bias else None
-        packed = self._pack(*weights, alone=few_rows)
-        wide = None if packed is not None and packed.suits_all else self._find(*weights)
+        packed = self._pack(*weights, alone=packed_suffices)
+        wide = None if packed is not None and packed_suffices else self._find(*weights)
         return Linear(wide, biases, self._keeps_half, packed)
 
     def _get(self, *names: str) -> Tensor:
@@ -184,7 +186,6 @@ class LlamaModel:
                 self._keeps_half,
                 config.activation,
                 self._pack(gate, up),
-                self.kernels,
             ),
             down=self._linear(f"{mlp}down_proj"),
             down_norm=(
@@ -195,7 +196,7 @@ class LlamaModel:
     def plan(self, rows: Sequence[Row], sampled: dict[int, int]) -> Batch:
         """A step's tensors. sampled: row number -> token that the preceding step sampled, for rows that
         feed one more than is known."""
-        return plan_batch(rows, sampled, self.layout, self.device, self.kernels.plan_group)
+        return plan_batch(rows, sampled, self.layout, self.device, self.kernels)
 
     def forward(self, batch: Batch, kv: KVMemory) -> Tensor:
         """Run a step: KV of all its tokens is written. Returns logits [rows that sample, vocab]."""

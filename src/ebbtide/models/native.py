@@ -1,31 +1,32 @@
-"""The kernels of ``c``, for steps in bfloat16 on a CPU: what is between the products in one pass each,
-and attention that reads KV blocks where they are."""
+"""The kernels in ``c``, for steps in bfloat16 on a CPU: what is between the products in one pass each,
+attention that reads KV blocks where they are, and products with packed weights of 4 and 8 bits."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ebbtide.core.plan import Row
 from ebbtide.models.attention import Prefill, attend_prefills, places_of, plan_prefills
-from ebbtide.models.compiled import CannotCompile, load
+from ebbtide.models.compiled import SPLIT, NoNativeKernels, load
 from ebbtide.models.config import Activation, ModelConfig
 from ebbtide.models.kernels import Norm, Rotation
 from ebbtide.models.kv import KVLayout, KVMemory
-from ebbtide.models.packed import GROUP, Packed, PackedProduct, Quantized, packs_4_bits
+from ebbtide.models.packed import GROUP, PackedProduct, Quantized, TorchPacked, packs_4_bits
 
-SPLIT = 64  # of attention.c: positions of a decode row in a part
-TOKENS_MAX = 32  # per step, up to which 4-bit weights are faster than the same in bfloat16
+# Rows up to which packed weights are faster than the same in bfloat16. ms for the layers of a 135M model, 2
+# threads with AMX, Q4_0 and bfloat16: 3.8 and 10.7 for 8 rows, 8.5 and 10.8 for 32; 13.1 for 48.
+ROWS_MAX = 32
+BF16 = torch.bfloat16
 EVERYTHING = 1 << 40  # a window that hides nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptRow:
     """A row of several tokens, from ``first`` of the token axis on. table: its blocks that can be seen;
     keys: positions in these up to its last token."""
 
@@ -37,34 +38,36 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class NativeGroup:
-    """A step in one KV group. write, tables, decodes: as ``c`` says; prompts or prefills: its other
-    rows, for AMX or for PyTorch."""
+    """A step in one KV group. write, tables, decodes: as ``rotate_and_write`` and ``attend_decode`` say;
+    prompts or prefills: its other rows, for AMX or for PyTorch."""
 
     write: Tensor
     tables: Tensor
     decodes: Tensor
+    num_decodes: int
+    num_parts: int
     window: int
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PromptRow, ...]
     prefills: tuple[Prefill, ...]
 
 
 class NativeKernels:
-    """``Kernels`` for one model whose activations and KV are bfloat16, on one thread at a time.
+    """``Kernels`` for activations and KV in bfloat16.
 
-    Raises CannotCompile where this machine or the model's shape does not allow it.
+    Raises NoNativeKernels where this machine or the model's shape does not allow it.
     """
 
     takes_float32 = False
 
     def __init__(self, config: ModelConfig, layout: KVLayout) -> None:
-        if layout.head_dim % 64 or (config.hidden_size | config.intermediate_size) % 16:
-            raise CannotCompile(
-                f"they need heads of a multiple of 64 and widths of 16; this model has {layout.head_dim}, "
-                f"{config.hidden_size} and {config.intermediate_size}"
+        if layout.head_dim % 64 or config.hidden_size % 16:
+            raise NoNativeKernels(
+                "they need heads of a multiple of 64 and a width of a multiple of 16; this model has "
+                f"{layout.head_dim} and {config.hidden_size}"
             )
         assert layout.dtype == torch.bfloat16
         self._library = _declare(load())
-        self._has_amx = bool(self._library.has_amx())
+        self._has_amx = self.packs_heads = bool(self._library.has_amx())
         sizes = (
             config.num_heads,
             layout.kv_heads,
@@ -72,11 +75,11 @@ class NativeKernels:
             layout.block_size,
             layout.layers_per_group,
         )
-        self._shape = torch.tensor(sizes)
-        self._part = config.num_heads * (layout.head_dim + 2)
-        self._parts = torch.empty(0)
-        self._packed = torch.empty(0, dtype=torch.bfloat16)
-        self._position = 2 * layout.kv_heads * layout.head_dim
+        self._sizes = torch.tensor(sizes)
+        self._part_values = config.num_heads * (layout.head_dim + 2)
+        self._position_values = 2 * layout.kv_heads * layout.head_dim
+        self._parts = torch.empty(0)  # scratch, as the next
+        self._squares = torch.empty(0, dtype=torch.bfloat16)
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return NativeNorm(self._library, weight, eps)
@@ -85,18 +88,15 @@ class NativeKernels:
         """Both [tokens, head_dim / 2], float32."""
         return Rotation(angles.cos() * scale, angles.sin() * scale)
 
-    def gate(self, product: Tensor, activation: Activation) -> Tensor:
-        tokens, width = product.shape[0], product.shape[1] // 2
-        out = product.new_empty(tokens, width)
-        is_gelu = activation == "gelu_tanh"
-        self._library.gate(out.data_ptr(), product.data_ptr(), tokens, width, is_gelu)
-        return out
-
     def packs(self, kinds: Collection[str]) -> bool:
         return packs_4_bits(kinds) or (self._has_amx and set(kinds) == {"Q8_0"})
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
-        return NativePacked(self._library, parts, alone) if self._has_amx else Packed(parts, alone)
+        return (
+            NativePacked(self._library, parts, alone)
+            if self._has_amx
+            else TorchPacked(parts, alone)
+        )
 
     def plan_group(
         self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
@@ -120,17 +120,16 @@ class NativeKernels:
                 begin = spec.first_visible(row.start) // size
                 table = torch.tensor(ids[begin - first : (row.end - 1) // size + 1 - first])
                 queries = row.end - row.start
-                prompts.append(Prompt(token, queries, row.end - begin * size, table))
+                prompts.append(PromptRow(token, queries, row.end - begin * size, table))
                 token += queries
-            keys = max((prompt.keys for prompt in prompts), default=0)
-            self._packed = _grown(self._packed, -(-keys // 32) * 32 * self._position)
         else:
             prefills = plan_prefills(rows, num_decodes, group, layout, device)
-        self._parts = _grown(self._parts, parts * self._part)
         return NativeGroup(
             torch.from_numpy(places_of(rows, num_decodes, group, layout)),
             torch.tensor(blocks, dtype=torch.int64),
             torch.tensor(decodes),
+            num_decodes,
+            parts,
             spec.window or EVERYTHING,
             tuple(prompts),
             prefills,
@@ -140,29 +139,32 @@ class NativeKernels:
         self,
         qkv: Tensor,
         rotation: Rotation | None,
-        plan: Any,
+        plan: object,
         slot: int,
         kv: KVMemory,
         out: Tensor,
     ) -> None:
         assert isinstance(plan, NativeGroup)
-        assert qkv.is_contiguous()
-        library, shape, memory = self._library, self._shape.data_ptr(), kv.blocks.data_ptr()
+        assert _is_plain(qkv, out)
+        library, sizes, memory = self._library, self._sizes.data_ptr(), kv.blocks.data_ptr()
         cos, sin = (t.data_ptr() for t in rotation) if rotation else (None, None)
         queries, results = qkv.data_ptr(), out.data_ptr()
         library.rotate_and_write(
-            queries, memory, shape, plan.write.data_ptr(), cos, sin, len(qkv), slot
+            queries, memory, sizes, plan.write.data_ptr(), cos, sin, len(qkv), slot
         )
-        if decodes := len(plan.decodes) // 4 - 1:
+        if plan.num_decodes:
+            self._parts = _grown(self._parts, plan.num_parts * self._part_values)
             library.attend_decode(
-                results, queries, memory, self._parts.data_ptr(), shape,
-                plan.tables.data_ptr(), plan.decodes.data_ptr(), decodes, slot,
+                results, queries, memory, self._parts.data_ptr(), sizes,
+                plan.tables.data_ptr(), plan.decodes.data_ptr(), plan.num_decodes, slot,
             )  # fmt: skip
         for prompt in plan.prompts:
+            keys = -(-prompt.keys // 32) * 32
+            self._squares = _grown(self._squares, keys * self._position_values)
             library.attend_prefill(
                 results + prompt.first * out.stride(0) * out.itemsize,
                 queries + prompt.first * qkv.stride(0) * qkv.itemsize,
-                memory, self._packed.data_ptr(), shape, prompt.table.data_ptr(),
+                memory, self._squares.data_ptr(), sizes, prompt.table.data_ptr(),
                 prompt.queries, prompt.keys, plan.window, slot,
             )  # fmt: skip
         attend_prefills(qkv, plan.prefills, slot, kv, out)
@@ -186,6 +188,7 @@ class NativeNorm:
         self._run(x, x)
 
     def _run(self, out: Tensor, x: Tensor) -> None:
+        assert x.dtype == BF16
         self._apply(
             out.data_ptr(), x.data_ptr(), self._weight.data_ptr(),
             len(x), self._heads, self._width, x.stride(0), self._eps,
@@ -203,7 +206,7 @@ class NativePacked:
             outputs,
             width // GROUP,
         )
-        self.suits_all = alone
+        self._alone = alone
         self._bits = 8 if integers.dtype == torch.int8 else 4
         # [outputs / 16, groups, 512], where each 512 are 16 pairs of values for 16 outputs
         tiles = integers.view(outputs // 16, 16, self._groups, 16, 2).permute(0, 2, 3, 1, 4)
@@ -219,7 +222,7 @@ class NativePacked:
         return values.view(-1, 16, self._groups).transpose(1, 2).to(torch.float16).contiguous()
 
     def pays_for(self, x: Tensor) -> bool:
-        return self.suits_all or len(x) <= TOKENS_MAX
+        return self._alone or len(x) <= ROWS_MAX
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         return self._run(x, self._outputs, added, 0)
@@ -228,6 +231,8 @@ class NativePacked:
         return self._run(x, self._outputs // 2, None, 2 if activation == "gelu_tanh" else 1)
 
     def _run(self, x: Tensor, outputs: int, added: Tensor | None, gated: int) -> Tensor:
+        assert x.dtype == BF16
+        assert added is None or _is_plain(added)
         x, out = x.contiguous(), x.new_empty(len(x), outputs)
         self._multiply(
             out.data_ptr(), x.data_ptr(), None if added is None else added.data_ptr(),
@@ -237,8 +242,9 @@ class NativePacked:
         )  # fmt: skip
         return out
 
-    def dequantize(self) -> Tensor:
-        raise AssertionError("it pays for all x where it is alone")
+
+def _is_plain(*tensors: Tensor) -> bool:
+    return all(each.dtype == BF16 and each.is_contiguous() for each in tensors)
 
 
 def _grown(scratch: Tensor, size: int) -> Tensor:
@@ -250,7 +256,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     at, count = ctypes.c_void_p, ctypes.c_int64
     arguments = {
         "rms_norm": [at] * 3 + [count] * 4 + [ctypes.c_float],
-        "gate": [at] * 2 + [count] * 2 + [ctypes.c_int],
         "rotate_and_write": [at] * 6 + [count] * 2,
         "attend_decode": [at] * 7 + [count] * 2,
         "attend_prefill": [at] * 6 + [count] * 4,

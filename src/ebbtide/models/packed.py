@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ebbtide.models.config import Activation
 from ebbtide.models.dequantize import dequantize
@@ -21,10 +22,9 @@ from ebbtide.models.gates import gate
 GROUP = 32
 KINDS_4_BITS = ("Q4_0", "Q4_1")
 KINDS = (*KINDS_4_BITS, "Q8_0")
-BYTES = 0.5 + 4 / GROUP  # of a weight, with its share of scale and zero
-ROW_MULTIPLE = 16  # of output rows, that PyTorch's product wants
+ROW_MULTIPLE = 16  # of output rows, that all products want
 
-# Tokens per step up to which 4-bit weights are faster than the same in bfloat16, where there are both. ms
+# Tokens per step up to which PyTorch's product is faster than the same in bfloat16, where there are both. ms
 # per step of a 135M model, 4 bits and bfloat16, 2 threads: with AMX 9.2 and 19.5 for 1 token, 21.2 and 24.0
 # for 8, 27.2 and 26.8 for 10; without it, 22.4 and 31.4 for 8, 39 and 45 for 16.
 # (The products alone would meet at 6 with AMX; but what lies between them is slower beside bfloat16 weights.)
@@ -44,8 +44,8 @@ class Quantized(NamedTuple):
         return dequantize(self.raw, self.kind, self.shape, dtype)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Integers [out, in], of 4 bits as uint8, 0..15, of 8 bits as int8; then scales and zeros [out, in /
-        32], float32."""
+        """Integers [out, in], of 4 bits as uint8, 0..15, of 8 bits as int8; then scales and zeros
+        [out, in / 32], float32."""
         rows, columns = self.shape
         blocks = torch.from_numpy(self.raw).view(rows, columns // GROUP, -1)
         size = 32 if self.kind == "Q8_0" else 16
@@ -74,15 +74,10 @@ def can_stay_packed(kind: str, shape: Sequence[int]) -> bool:
 
 
 class PackedProduct(Protocol):
-    """The product with weights [out, in] that stay packed, for x [tokens, in] in bfloat16.
-
-    suits_all: it needs no other form of them for x of many rows.
-    """
-
-    suits_all: bool
+    """The product with weights [out, in] that stay packed, for x [tokens, in] in bfloat16."""
 
     def pays_for(self, x: Tensor) -> bool:
-        """Whether x has so few rows that this is the fastest form."""
+        """Whether this is what x is to be multiplied with: it has few rows, or there is nothing else."""
         ...
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
@@ -93,36 +88,32 @@ class PackedProduct(Protocol):
         """``activation(x @ gate.T) * (x @ up.T)``, where the weights are gate, then up."""
         ...
 
-    def dequantize(self) -> Tensor:
-        """The weights in bfloat16, where this is their only form."""
-        ...
 
-
-class Packed:
+class TorchPacked:
     """``PackedProduct``, of PyTorch's, in 0.625 bytes per weight.
 
-    alone: there is no other form of them. Then larger steps dequantise them each time, from the file's bytes,
-    which are kept for that: 1.25 bytes per weight in all.
+    alone: it serves x of any number of rows. Many are multiplied with dequantised weights, each time anew,
+    from the file's bytes, which are kept for that: 1.25 bytes per weight in all.
     """
-
-    suits_all = False
 
     def __init__(self, parts: Sequence[Quantized], alone: bool = False) -> None:
         integers, scales, zeros = map(torch.cat, zip(*(p.unpack() for p in parts), strict=True))
-        self._tokens_max = TOKENS_MAX_ALONE if alone else TOKENS_MAX
         self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers.int(), 1)
         self._scales = torch.stack([scales.T, zeros.T], dim=-1).to(torch.bfloat16)
         self._parts = tuple(parts) if alone else ()
 
     def pays_for(self, x: Tensor) -> bool:
-        return len(x) <= self._tokens_max
+        return bool(self._parts) or len(x) <= TOKENS_MAX
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._weight, GROUP, self._scales)
+        if self._parts and len(x) > TOKENS_MAX_ALONE:
+            wide = torch.cat([part.dequantize(torch.bfloat16) for part in self._parts])
+            product = functional.linear(x, wide)
+        else:
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x, self._weight, GROUP, self._scales
+            )
         return product if added is None else product.add_(added)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
         return gate(self(x), activation)
-
-    def dequantize(self) -> Tensor:
-        return torch.cat([part.dequantize(torch.bfloat16) for part in self._parts])

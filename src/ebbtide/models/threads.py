@@ -15,14 +15,19 @@ import os
 _SOFT_PAUSE = 1  # omp_pause_soft, OpenMP 5.0, section 3.2.44
 
 
+def gnu_openmp() -> ctypes.CDLL | None:
+    """GNU's OpenMP, where it is what PyTorch has loaded."""
+    try:
+        return ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except (OSError, AttributeError):  # not loaded, or not this system
+        return None
+
+
 def release_idle_threads() -> None:
     """End the calling thread's pool of OpenMP threads; it grows again where it is needed.
 
     Does nothing where PyTorch uses another OpenMP than GNU's, whose pools do not disturb each other.
     """
-    try:
-        openmp = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        pause = openmp.omp_pause_resource_all
-    except (OSError, AttributeError):  # not loaded, not this system, or older than OpenMP 5.0
-        return
-    pause(_SOFT_PAUSE)
+    openmp = gnu_openmp()
+    if openmp is not None and hasattr(openmp, "omp_pause_resource_all"):  # OpenMP 5.0
+        openmp.omp_pause_resource_all(_SOFT_PAUSE)

@@ -12,7 +12,6 @@ inlined void locate(const bf16 **keys, const Layer *of, const i64 *table, i64 fi
     }
 }
 
-#define SPLIT 64  // positions of a decode row that are attended to at a time, and merged afterwards
 #define LANES 64  // of a head that are summed at a time
 
 // The products of one query with the keys of 16 positions.
@@ -57,6 +56,12 @@ inlined void add_weighted(float *sums, i64 sums_stride, const float *weights, co
         for (int i = 0; i < 4; i++) _mm512_storeu_ps(sums + head * sums_stride + 16 * i, sum[head][i]);
 }
 
+// A decode row's positions are attended to in parts, so that all threads have work (Dao et al. 2023,
+// Flash-Decoding), and a part is the same whatever else is in the step:
+//
+//     low             low + SPLIT         low + 2 * SPLIT   high
+//     |---- part 0 ------|---- part 1 ------|---- part 2 ---|
+//
 // One row over up to SPLIT positions from `first` on, of [.., last), while those that follow are fetched.
 // part: per head, dim sums, the largest score, the sum of weights.
 static void attend_part(float *part, const Layer *of, const bf16 *query, const i64 *table, i64 first,
@@ -77,7 +82,8 @@ static void attend_part(float *part, const Layer *of, const bf16 *query, const i
         __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
         for (i64 at = 0; at < count; at += 16) {
             i64 offset = head / group * dim;
-            __m512 score = dim == 64 ? score_16(own, keys + at, offset, 64) : score_16(own, keys + at, offset, dim);
+            __m512 score = dim == 64 ? score_16(own, keys + at, offset, 64)  // with the loop unrolled
+                                     : score_16(own, keys + at, offset, dim);
             score = _mm512_mul_ps(score, _mm512_set1_ps(of->scale));
             most = _mm512_max_ps(most, score);
             _mm512_storeu_ps(scores + at, score);
@@ -171,7 +177,7 @@ static void pack(bf16 *packed_keys, bf16 *packed_values, const Layer *of, const 
                                              224, 240);
     for (i64 half = 0; half < 2; half++)
         for (i64 part = 0; part < dim; part += 32) {
-            uint32_t square[256] __attribute__((aligned(64)));
+            uint32_t square[256] aligned;
             for (i64 i = 0; i < 16; i++) {
                 const bf16 *key = at[16 * half + i];
                 _mm512_store_si512(square + 16 * i, _mm512_loadu_si512(key ? key + part : nothing));
@@ -233,8 +239,8 @@ static void attend_tile(bf16 *out, const bf16 *query, const bf16 *packed_keys, c
                         i64 first, i64 queries, i64 keys, i64 window, i64 dim, i64 stride, i64 out_stride,
                         float scale) {
     i64 rows = min_of(QUERIES, queries - first), past = keys - queries + first;
-    bf16 q[QUERIES * dim] __attribute__((aligned(64))), weights[QUERIES * KEYS] __attribute__((aligned(64)));
-    float sums[QUERIES * dim] __attribute__((aligned(64))), scores[QUERIES * KEYS] __attribute__((aligned(64)));
+    bf16 q[QUERIES * dim] aligned, weights[QUERIES * KEYS] aligned;
+    float sums[QUERIES * dim] aligned, scores[QUERIES * KEYS] aligned;
     float largest[QUERIES], total[QUERIES];
     memset(q, 0, sizeof q);
     memset(weights, 0, sizeof weights);
@@ -246,18 +252,26 @@ static void attend_tile(bf16 *out, const bf16 *query, const bf16 *packed_keys, c
     }
     for (i64 key = max_of(0, past - window + 1) / 32 * 32; key < past + rows; key += KEYS) {
         i64 count = min_of(KEYS, (past + rows - key + 31) / 32 * 32);
-        for (i64 at = 0; at < count; at += 16) {
+        for (i64 at = 0; at < count; at += 32) {
+            const bf16 *low = packed_keys + (key + at) * dim, *high = low + 16 * dim;
             _tile_zero(0);
             _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
             for (i64 part = 0; part < dim; part += 32) {
-                _tile_loadd(2, q + part, 2 * dim);
-                _tile_loadd(3, q + 16 * dim + part, 2 * dim);
-                _tile_loadd(4, packed_keys + (key + at) * dim + part * 16, 64);
-                _tile_dpbf16ps(0, 2, 4);
-                _tile_dpbf16ps(1, 3, 4);
+                _tile_loadd(4, q + part, 2 * dim);
+                _tile_loadd(5, q + 16 * dim + part, 2 * dim);
+                _tile_loadd(6, low + part * 16, 64);
+                _tile_loadd(7, high + part * 16, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
             }
             _tile_stored(0, scores + at, 4 * KEYS);
-            _tile_stored(1, scores + 16 * KEYS + at, 4 * KEYS);
+            _tile_stored(1, scores + at + 16, 4 * KEYS);
+            _tile_stored(2, scores + 16 * KEYS + at, 4 * KEYS);
+            _tile_stored(3, scores + 16 * KEYS + at + 16, 4 * KEYS);
         }
         for (i64 i = 0; i < rows; i++) {
             i64 high = past + i + 1 - key;

@@ -1,4 +1,4 @@
-// What lies between the products: norms, gates, rotations, and the writing of keys and values.
+// What lies between the products: norms, rotations, and the writing of keys and values.
 
 #include "native.h"
 
@@ -20,17 +20,6 @@ void rms_norm(bf16 *out, const bf16 *x, const float *weight, i64 tokens, i64 hea
             __m512 value = _mm512_mul_ps(widen(x + at + i), scale);
             narrow(out + at + i, _mm512_mul_ps(value, _mm512_loadu_ps(factors + i)));
         }
-    }
-}
-
-// out [tokens, width] = activation(gate) * up. both: [tokens, 2, width], gate and up.
-void gate(bf16 *out, const bf16 *both, i64 tokens, i64 width, int is_gelu) {
-#pragma omp parallel for if (tokens * width > SMALL)
-    for (i64 token = 0; token < tokens; token++) {
-        const bf16 *gates = both + token * 2 * width, *ups = gates + width;
-        for (i64 i = 0; i < width; i += 16)
-            narrow(out + token * width + i,
-                   _mm512_mul_ps(activate(widen(gates + i), is_gelu), widen(ups + i)));
     }
 }
 

@@ -1,9 +1,9 @@
-// Products with packed weights, and what lies between products, for bfloat16 on x86-64 with AVX-512 BF16: norms, rotations,
-// gates, and attention that reads KV blocks where they are. Prompts are attended to with AMX where there is.
+// What the kernels share. They are for bfloat16 on x86-64 with AVX-512 BF16; those of prompts and of packed
+// weights for AMX.
 //
-// compiled.py builds these files, native.py calls what is in them. All tensors are contiguous, but where a stride is given.
-// Every kernel uses the threads that the caller's OpenMP has, and gives a decode row the same result whatever
-// rows are beside it. Widths are multiples of 16, head sizes of 64.
+// compiled.py builds these files, native.py calls what is in them. All tensors are contiguous, but where
+// a stride is given. Every kernel uses the threads that the caller's OpenMP has, and gives a decode row
+// the same result whatever rows are beside it. Widths are multiples of 16, head sizes of 64.
 
 #pragma once
 #include <immintrin.h>
@@ -15,6 +15,7 @@ typedef uint16_t bf16;
 typedef int64_t i64;
 
 #define inlined static inline __attribute__((always_inline))
+#define aligned __attribute__((aligned(64)))
 #define SMALL 8192  // values up to which a second thread costs more than it saves
 
 inlined i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
@@ -74,7 +75,8 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
-// The tiles as whoever used them last had them, and may think that they are still.
+// The tiles as whoever used them last had them, and may think that they are still: oneDNN sets them up lazily
+// (amx_tile_lazy_configure).
 inlined void restore(const TileConfig *before) {
     if (before->palette)
         _tile_loadconfig(before);

@@ -1,4 +1,9 @@
-// Products with weights of 4 or 8 bits, unpacked into AMX's tiles group by group.
+// Products with weights of 4 or 8 bits, unpacked into AMX's tiles group by group. A block is 16 outputs:
+//
+//     weights  | block 0: group 0, group 1, .. | block 1: ..     a group: 32 inputs of 16 outputs, as a tile
+//     tile     | inputs 0, 1 of output 0, of output 1, .. of output 15 | inputs 2, 3 .. | .. | 30, 31 ..
+//
+// A tile's product is multiplied with the group's scales, and added up in float32.
 
 #include "native.h"
 
@@ -12,7 +17,6 @@ int has_amx(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 // Rows of x that one pass over the weights is for, groups of 32 weights that are unpacked at a time.
 #define ROWS 32
 #define GROUPS 12
-#define GROUP 32
 #define LAG 3       // groups between what is stored and the tile that loads it
 #define AHEAD 8192  // bytes of weights that are fetched before they are needed
 
@@ -26,9 +30,9 @@ inlined void unpack_4(bf16 *out, const uint8_t *packed) {
     for (int i = 0; i < 8; i++) {
         __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(packed + 32 * i)));
         // of an index, only the lowest 5 bits count, and both halves of the table are the same
-        _mm512_storeu_si512(out + 32 * i, _mm512_permutexvar_epi16(
-            _mm512_and_si512(bytes, _mm512_set1_epi16(15)), numbers));
-        _mm512_storeu_si512(out + 256 + 32 * i, _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), numbers));
+        __m512i low = _mm512_and_si512(bytes, _mm512_set1_epi16(15)), high = _mm512_srli_epi16(bytes, 4);
+        _mm512_storeu_si512(out + 32 * i, _mm512_permutexvar_epi16(low, numbers));
+        _mm512_storeu_si512(out + 256 + 32 * i, _mm512_permutexvar_epi16(high, numbers));
     }
 }
 
@@ -52,8 +56,8 @@ typedef struct {
 
 // sums [rows, 16]: the products with one block of 16 outputs.
 inlined void multiply(float *sums, const Product *of, i64 block, const int bits) {
-    bf16 unpacked[GROUPS * 512] __attribute__((aligned(64)));
-    float products[GROUPS * ROWS * 16] __attribute__((aligned(64)));
+    bf16 unpacked[GROUPS * 512] aligned;
+    float products[GROUPS * ROWS * 16] aligned;
     const i64 height = of->rows > 16 ? 32 : 16;
     memset(sums, 0, of->rows * 16 * sizeof *sums);
     for (i64 first = 0; first < of->groups; first += GROUPS) {
@@ -88,8 +92,9 @@ inlined void multiply(float *sums, const Product *of, i64 block, const int bits)
             __m512 sum = _mm512_load_ps(sums + row * 16);
             for (i64 i = 0; i < count; i++)
                 sum = _mm512_fmadd_ps(scales[i], _mm512_load_ps(products + (i * height + row) * 16), sum);
+            const float *x_sums = of->x_sums + row * of->groups + first;
             for (i64 i = 0; of->zeros && i < count; i++)
-                sum = _mm512_fmadd_ps(zeros[i], _mm512_set1_ps(of->x_sums[row * of->groups + first + i]), sum);
+                sum = _mm512_fmadd_ps(zeros[i], _mm512_set1_ps(x_sums[i]), sum);
             _mm512_store_ps(sums + row * 16, sum);
         }
     }
@@ -104,9 +109,9 @@ static void sum_groups(float *sums, const bf16 *x, i64 count) {
 static void multiply_block_4(float *sums, const Product *of, i64 block) { multiply(sums, of, block, 4); }
 static void multiply_block_8(float *sums, const Product *of, i64 block) { multiply(sums, of, block, 8); }
 
-// out = x @ weights.T + added. x: [tokens, groups * GROUP]; out, added (or none): [tokens, outputs]. bits: 4 or
-// 8, of a weight. gated: 0; or 1 (SiLU), 2 (GELU): the weights are gate, then up, and out is activation(gate) *
-// up.
+// out = x @ weights.T + added. x: [tokens, groups * GROUP]; out, added (or none): [tokens, outputs]. bits:
+// 4 or 8, of a weight. gated: 0; or 1 (SiLU), 2 (GELU): the weights are gate, then up, and out is
+// activation(gate) * up.
 void multiply_packed(bf16 *out, const bf16 *x, const bf16 *added, const uint8_t *weights,
                      const uint16_t *scales, const uint16_t *zeros, i64 tokens, i64 groups, i64 outputs,
                      int bits, int gated) {
@@ -129,7 +134,7 @@ void multiply_packed(bf16 *out, const bf16 *x, const bf16 *added, const uint8_t 
             _tile_loadconfig(&config);
 #pragma omp for schedule(static)
             for (i64 block = 0; block < blocks; block++) {
-                float sums[ROWS * 16] __attribute__((aligned(64))), ups[ROWS * 16] __attribute__((aligned(64)));
+                float sums[ROWS * 16] aligned, ups[ROWS * 16] aligned;
                 multiply_block(sums, &of, block);
                 if (gated) multiply_block(ups, &of, blocks + block);
                 for (i64 row = 0; row < rows; row++) {
