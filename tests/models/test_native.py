@@ -104,7 +104,7 @@ def test_rotation(tokens):
 
 
 class Step:
-    """Rows of a step with random KV behind them, in blocks at random places; what no row wrote is NaN."""
+    """Rows of a step with random KV behind them, in blocks at random places; what none sees is NaN."""
 
     def __init__(self, config, block_size: int, rows: list[tuple[int, int]]) -> None:
         """rows: positions known before, positions fed; decode rows first."""
@@ -124,9 +124,8 @@ class Step:
             self.rows.append(Row(str(number), [0] * end, end, past, end, (table,), GREEDY, 0))
             seen = self.kv.blocks[table.blocks][:, 1]  # of slot 1
             flat = seen.reshape(len(table.blocks) * block_size, -1)
-            flat[: past - gone * block_size] = draw(
-                past - gone * block_size, flat.shape[1], seed=number
-            )
+            low, high = (x - gone * block_size for x in (self.group.first_visible(past), past))
+            flat[low:high] = draw(high - low, flat.shape[1], seed=number)
             self.kv.blocks[table.blocks, 1] = flat.view_as(seen)
         tokens = sum(fed for _, fed in rows)
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -174,6 +173,17 @@ class Step:
                 scores = torch.einsum("hd,khd->hk", query[i], keys) / math.sqrt(dim)
                 out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values).flatten())
         return torch.stack(out)
+
+
+@needs_native
+def test_pytorchs_default_dtype_changes_nothing():
+    rows = [(300, 1), (64, 1), (290, 130)]
+    expected = Step(config_with(), 16, rows).run()
+    torch.set_default_dtype(BF16)
+    try:
+        assert torch.equal(Step(config_with(), 16, rows).run(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 SHAPES = [(6, 2, 64), (9, 3, 64), (14, 2, 64), (4, 4, 128), (4, 1, 256), (5, 1, 192)]

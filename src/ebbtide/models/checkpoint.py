@@ -32,8 +32,8 @@ class Checkpoint:
     that less 1), and are always in float32. generation: the model's own sampling defaults, keyed like
     ``SamplingParams``. identity: 32 bytes, a digest of the stored weights and the configuration: the
     same in every process and on every machine, whatever dtype the weights were loaded in. quantized: those
-    weights that can be used as the file has them; with ``Form.PACKED`` those of 4 bits are not in ``weights``,
-    but for the embedding, whose rows are looked up.
+    weights that can be used as the file has them; with ``Form.PACKED`` those of 4 bits are not in
+    ``weights``, but for the embedding, whose rows are looked up.
     """
 
     name: str

@@ -112,7 +112,12 @@ def _compile(compiler: list[str], sources: Mapping[str, bytes], folder: Path, na
         command = [*compiler, *FLAGS, "-o", "native.so", *code]
         try:
             ran = subprocess.run(
-                command, cwd=work, capture_output=True, text=True, timeout=COMPILE_S
+                command,
+                cwd=work,
+                capture_output=True,
+                text=True,
+                errors="replace",  # it may speak another language, in another encoding
+                timeout=COMPILE_S,
             )
         except subprocess.TimeoutExpired as error:
             raise NoNativeKernels(f"{compiler[0]} took more than {COMPILE_S} s") from error

@@ -75,11 +75,11 @@ class NativeKernels:
             layout.block_size,
             layout.layers_per_group,
         )
-        self._sizes = torch.tensor(sizes)
+        self._sizes = torch.tensor(sizes, device="cpu")
         self._part_values = config.num_heads * (layout.head_dim + 2)
         self._position_values = 2 * layout.kv_heads * layout.head_dim
-        self._parts = torch.empty(0)  # scratch, as the next
-        self._squares = torch.empty(0, dtype=torch.bfloat16)
+        self._parts = torch.empty(0, dtype=torch.float32, device="cpu")  # scratch, as the next
+        self._squares = torch.empty(0, dtype=BF16, device="cpu")
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return NativeNorm(self._library, weight, eps)
@@ -118,7 +118,8 @@ class NativeKernels:
             for row in rows[num_decodes:]:
                 first, ids = row.tables[group]
                 begin = spec.first_visible(row.start) // size
-                table = torch.tensor(ids[begin - first : (row.end - 1) // size + 1 - first])
+                seen = ids[begin - first : (row.end - 1) // size + 1 - first]
+                table = torch.tensor(seen, device=device)
                 queries = row.end - row.start
                 prompts.append(PromptRow(token, queries, row.end - begin * size, table))
                 token += queries
@@ -126,8 +127,8 @@ class NativeKernels:
             prefills = plan_prefills(rows, num_decodes, group, layout, device)
         return NativeGroup(
             torch.from_numpy(places_of(rows, num_decodes, group, layout)),
-            torch.tensor(blocks, dtype=torch.int64),
-            torch.tensor(decodes),
+            torch.tensor(blocks, dtype=torch.int64, device=device),
+            torch.tensor(decodes, device=device),
             num_decodes,
             parts,
             spec.window or EVERYTHING,
@@ -261,6 +262,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "attend_prefill": [at] * 6 + [count] * 4,
         "multiply_packed": [at] * 6 + [count] * 3 + [ctypes.c_int] * 2,
     }
+    if not library.has_amx():
+        del arguments["attend_prefill"], arguments["multiply_packed"]
     for name, types in arguments.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, None

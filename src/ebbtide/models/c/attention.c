@@ -165,14 +165,16 @@ void attend_decode(bf16 *out, const bf16 *qkv, const bf16 *kv, float *parts, con
 #define KEYS 256    // whose scores are in the first-level cache
 
 // Keys of 16 positions and values of 32, as AMX wants its right-hand side: pairs along the summed axis.
+// Positions before `low`, which no query sees, and those from `keys` on are zeros.
 static void pack(bf16 *packed_keys, bf16 *packed_values, const Layer *of, const i64 *table, i64 first,
-                 i64 keys, i64 kv_head) {
+                 i64 low, i64 keys, i64 kv_head) {
     static const bf16 nothing[32];
     const bf16 *at[32];
     i64 dim = of->dim, values = of->kv_heads * dim;
     i64 count = min_of(32, keys - first);
     locate(at, of, table, first, count);
-    for (i64 i = 0; i < 32; i++) at[i] = i < count ? at[i] + kv_head * dim : NULL;
+    for (i64 i = 0; i < 32; i++)
+        at[i] = i < count && first + i >= low ? at[i] + kv_head * dim : NULL;
     const __m512i places = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208,
                                              224, 240);
     for (i64 half = 0; half < 2; half++)
@@ -318,6 +320,7 @@ void attend_prefill(bf16 *out, const bf16 *qkv, const bf16 *kv, bf16 *packed, co
     Layer of = layer_of(kv, shape, slot);
     i64 stride = (of.heads + 2 * of.kv_heads) * of.dim, squares = (keys + 31) / 32;
     i64 size = squares * 32 * of.dim, tiles = (queries + QUERIES - 1) / QUERIES;
+    i64 low = keys - queries - window + 1;
     bf16 *values = packed + of.kv_heads * size;
     static const TileConfig config = {
         1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
@@ -330,7 +333,7 @@ void attend_prefill(bf16 *out, const bf16 *qkv, const bf16 *kv, bf16 *packed, co
         for (i64 at = 0; at < squares * of.kv_heads; at++) {
             i64 square = at / of.kv_heads, head = at % of.kv_heads;
             i64 place = head * size + square * 32 * of.dim;
-            pack(packed + place, values + place, &of, table, square * 32, keys, head);
+            pack(packed + place, values + place, &of, table, square * 32, low, keys, head);
         }
 #pragma omp for schedule(dynamic)
         for (i64 at = 0; at < tiles * of.heads; at++) {

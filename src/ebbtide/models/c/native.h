@@ -6,6 +6,9 @@
 // the same result whatever rows are beside it. Widths are multiples of 16, head sizes of 64.
 
 #pragma once
+#ifdef __clang__
+#error "gcc is needed: clang's OpenMP is not the one that PyTorch has"
+#endif
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
