@@ -9,7 +9,8 @@ every case on every engine; figures are medians over the rounds, ratios medians 
 - turns: conversations, several at a time, whose KV together is several times the device's pool, on an engine
   whose memory is full of other prompts. Ebbtide has its host tier, as large as it is by default, vLLM is
   as it comes; llama.cpp holds one conversation, and is left out.
-- start: from the start of the process to the first token, with what the engine has compiled before.
+- start: from the start of the process to the first token, with what the engine has compiled before. Memory
+  for KV is taken meanwhile: vLLM does so in any case, Ebbtide with its setting ``populate``.
 """
 
 from __future__ import annotations

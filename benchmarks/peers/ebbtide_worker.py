@@ -1,4 +1,5 @@
-"""Ebbtide, as its users have it: the asynchronous engine with its defaults."""
+"""Ebbtide, as its users have it: the asynchronous engine with its defaults, but that its memory is taken at
+the start, as vLLM's is."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ class Ebbtide:
             threads=settings["threads"],
             kv_bytes=settings["kv_bytes"],
             host_bytes=settings["host_bytes"],
+            populate=True,
         )
         self._engine = AsyncEngine.start(config)
 

@@ -108,7 +108,8 @@ def test_every_option_is_documented_with_its_default() -> None:
         row = re.search(rf"^\| `--{name.replace('_', '-')}` \| (.+?) \|", table, re.MULTILINE)
         assert row, name
         if parameter.default is not None:
-            assert row[1].strip("`") == str(parameter.default)
+            expected = "off" if parameter.default is False else str(parameter.default)
+            assert row[1].strip("`") == expected
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,6 +190,13 @@ def test_rms_norm():
     assert torch.equal(x, before)
 
 
+def test_populating_writes_every_block(mixed):
+    kv = KVMemory(layout_for(config_of(mixed), 8, torch.float32), 5, "cpu")
+    kv.blocks.fill_(torch.nan)
+    kv.populate()
+    assert not kv.blocks.any()
+
+
 def test_groups_of_one_size_and_one_pattern(mixed):
     layout = layout_for(config_of(mixed), 16, torch.float32)
     assert [group.window for group in layout.groups] == [33, 33, 33, None]

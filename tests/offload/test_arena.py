@@ -60,14 +60,11 @@ def test_memory_is_in_huge_pages_and_not_shared_with_children() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says so")
-def test_the_first_slots_can_be_taken_from_the_system_beforehand(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ebbtide.offload.arena.WARM_BYTES", 8 << 20)
+def test_the_first_slots_can_be_taken_from_the_system_beforehand() -> None:
     arena = Arena(16, 1, 1 << 20)
     arena.slot(3, 0, 1)[:] = 7
     assert sum(resident(arena.buffer(i)) for i in range(8)) < 8 << 20
-    arena.warm().join()
+    arena.warm(8 << 20).join()
     assert [resident(arena.buffer(i)) for i in range(8)] == [1 << 20] * 8
     assert arena.slots([3, 4])[:, 0].tolist() == [7, 0]
 

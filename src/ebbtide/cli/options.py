@@ -55,6 +55,9 @@ def _settings(
     host_memory: Annotated[
         str, typer.Option(help="Host memory that KV spills to; 0 turns it off.")
     ] = "1GiB",
+    populate: Annotated[
+        bool, typer.Option("--populate", help="Take this memory at the start, not when it is used.")
+    ] = DEFAULTS.populate,
     host_policy: Annotated[
         str, typer.Option(help="Who leaves the host tier when it is full: lru, arc, s3fifo or mq.")
     ] = DEFAULTS.host_policy,
@@ -86,6 +89,7 @@ def _settings(
         threads=threads,
         kv_bytes=parse_bytes(kv_memory, "--kv-memory"),
         host_bytes=parse_bytes(host_memory, "--host-memory"),
+        populate=populate,
         host_policy=host_policy,
         block_size=block_size,
         blocks_per_chunk=blocks_per_chunk,

@@ -23,6 +23,8 @@ class EngineConfig:
     kernels: "native", compiled on this machine when it first starts, for bfloat16 on x86-64 with AVX-512 BF16
     and heads of a multiple of 64; "torch"; or "auto": native where that is possible, and there is gcc.
     kv_bytes: device memory for KV blocks. host_bytes: host tier below it; 0 turns it off.
+    populate: take all of both from the system at the start, not as it is first used. That can make a start
+    take seconds longer, and the first requests faster: on a virtual machine whose host gives memory late.
     max_length: positions per request at most (None: what the model was trained for).
     blocks_per_chunk: a prefix comes back from the host tier in steps of this many blocks, so small
     ones waste less of it; large ones cost fewer copies.
@@ -48,6 +50,7 @@ class EngineConfig:
     blocks_per_chunk: int = 2
     kv_bytes: int = 512 * MIB
     host_bytes: int = 1024 * MIB
+    populate: bool = False
     max_length: int | None = None
     max_batch: int = 256
     max_step_tokens: int = 512

@@ -26,7 +26,7 @@ from ebbtide.engine.output import EngineStats, TierFigures
 from ebbtide.engine.streams import Sink, Streams, check_token_ids, resolve
 from ebbtide.engine.tiers import THREADS, OpenTiers
 from ebbtide.errors import InputError, readable_bytes
-from ebbtide.offload.arena import Arena, slot_bytes_for
+from ebbtide.offload.arena import WARM_BYTES, Arena, slot_bytes_for
 from ebbtide.offload.below import Below
 from ebbtide.offload.host import HostSlots
 from ebbtide.offload.manager import OffloadManager
@@ -76,7 +76,9 @@ class Engine:
         num_blocks = _num_blocks(config, layout, device)
         memory = KVMemory(layout, num_blocks, device)
         arena = _arena(config, layout)
-        warming = arena.warm()
+        warming = arena.warm(config.host_bytes if config.populate else WARM_BYTES)
+        if config.populate:
+            memory.populate()
         slots = HostSlots(arena.num_slots, make_policy(config.host_policy, arena.num_slots))
         settings = _scheduler_config(config, checkpoint, layout, num_blocks, self.max_length)
         self._tiers = OpenTiers.open(config.tiers, settings.namespace, arena)

@@ -106,6 +106,11 @@ class KVMemory:
         # On a CPU, numpy copies: PyTorch would start OpenMP threads in whoever moves a block.
         self._host = self._bytes.numpy() if self.blocks.device.type == "cpu" else None
 
+    def populate(self) -> None:
+        """Take all blocks from the system, which on a CPU gives them when they are first written."""
+        if self._host is not None:
+            self._host.fill(0)
+
     def load(self, block: int, source: Any) -> None:
         """Fill a block from ``source``: a uint8 array of ``block_bytes`` in host memory."""
         if self._host is None:

@@ -80,14 +80,14 @@ class Arena:
             ) from error
         self._slots = np.frombuffer(memory, np.uint8).reshape(-1, stride)
 
-    def warm(self) -> threading.Thread:
-        """Take the pages of the first slots from the system, ``WARM_BYTES`` of them, on a thread beside.
+    def warm(self, size: int) -> threading.Thread:
+        """Take the pages of the first slots from the system, ``size`` bytes of them, on a thread beside.
 
         The first use of a page can cost more than all that is then done with it: on a virtual machine
         whose host gives memory late, a chunk of 1.4 MiB was read from disk in 3.2 ms the first time, then
         in 0.7. Content stays. Where the system cannot be asked, pages come when they are used.
         """
-        first = self._slots[: WARM_BYTES // self._slots.shape[1]]
+        first = self._slots[: size // self._slots.shape[1]]
         thread = threading.Thread(target=_populate, args=[first], name="ebbtide-arena", daemon=True)
         thread.start()
         return thread
