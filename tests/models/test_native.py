@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from ebbtide.core.plan import Row, Table
@@ -19,7 +20,18 @@ from ebbtide.models.llama import LlamaModel
 from ebbtide.models.native import ROWS_MAX, NativeKernels
 from ebbtide.models.packed import KINDS
 
-from .harness import GREEDY, Driver, config_of, error, quantized, rope_of, tiny, weights_of
+from .harness import (
+    GEMMA3,
+    GREEDY,
+    SIZES,
+    Driver,
+    config_of,
+    error,
+    quantized,
+    rope_of,
+    tiny,
+    weights_of,
+)
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -279,12 +291,8 @@ def test_gated_products_with_packed_weights(amx_kernels, kind, activation, token
     assert error(found, gate(both, activation)) < 3e-3
 
 
-@needs_native
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3-mixed", "smollm3", "gemma3"])
-def test_a_model_is_as_close_to_float32_with_either_kernels(architecture):
-    """In several chunks and decode steps, with all that the families have of their own."""
-    from .harness import GEMMA3, SIZES, transformers
-
+def transformers_model(architecture: str) -> transformers.PreTrainedModel:
+    """A random one of the family, with heads of 64."""
     wide = SIZES | {"head_dim": 64, "initializer_range": 0.05}
     builders = {
         "llama": lambda: transformers.LlamaConfig(**wide),
@@ -299,7 +307,14 @@ def test_a_model_is_as_close_to_float32_with_either_kernels(architecture):
         "gemma3": lambda: transformers.Gemma3TextConfig(**wide | GEMMA3 | {"head_dim": 64}),
     }  # fmt: skip
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(builders[architecture]()).eval()
+    return transformers.AutoModelForCausalLM.from_config(builders[architecture]()).eval()
+
+
+@needs_native
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3-mixed", "smollm3", "gemma3"])
+def test_a_model_is_as_close_to_float32_with_either_kernels(architecture):
+    """In several chunks and decode steps, with all that the families have of their own."""
+    model = transformers_model(architecture)
     config, weights = config_of(model), weights_of(model)
     found = []
     for native, dtype in ((False, torch.float32), (False, BF16), (True, BF16)):

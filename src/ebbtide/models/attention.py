@@ -240,12 +240,13 @@ def attend(qkv: Tensor, group: GroupBatch, slot: int, kv: KVMemory, out: Tensor)
     """One layer's attention. Writes the step's keys and values, then reads what each row sees.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], rotated. out: [tokens, heads * head_dim]. Where
-    these are wider than the KV, they are rounded to it.
+    these are wider than the KV, they are rounded to it. Tokens behind those of the group's rows are left out.
     """
     qkv = qkv.to(kv.layout.dtype)
     kv_heads, dim = kv.layout.kv_heads, kv.layout.head_dim
     width = out.shape[1]
-    kv.positions.index_copy_(0, group.write[slot], qkv[:, width:])
+    write = group.write[slot]
+    kv.positions.index_copy_(0, write, qkv[: len(write), width:])
     queries = qkv[:, :width].view(len(qkv), 1, -1, dim)
     results = out.view(len(qkv), 1, -1, dim)
     for bucket in group.buckets:

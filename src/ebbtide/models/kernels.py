@@ -76,7 +76,7 @@ class Kernels(Protocol):
     ) -> None:
         """One layer's attention: rotate queries and keys, in place, write keys and values to the KV, then
         read what each row sees. qkv: [tokens, (heads + 2 * kv_heads) * head_dim]. out: [tokens, heads *
-        head_dim]."""
+        head_dim]. Of tokens behind those of the plan's rows, nothing is read or written."""
         ...
 
 

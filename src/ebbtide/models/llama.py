@@ -207,7 +207,7 @@ class LlamaModel:
         if len(x) <= self._float32_tokens_max:
             x = x.to(torch.float32)
         rotations = self._rotations(batch.positions, x.dtype)
-        attended = x.new_empty(len(x), self.config.num_heads * self.config.head_dim)
+        attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
         for layer in self._layers:
             qkv = layer.qkv(layer.input_norm(x))
             if layer.qk_norm is not None:

@@ -151,7 +151,7 @@ class NativeKernels:
         cos, sin = (t.data_ptr() for t in rotation) if rotation else (None, None)
         queries, results = qkv.data_ptr(), out.data_ptr()
         library.rotate_and_write(
-            queries, memory, sizes, plan.write.data_ptr(), cos, sin, len(qkv), slot
+            queries, memory, sizes, plan.write.data_ptr(), cos, sin, len(plan.write), slot
         )
         if plan.num_decodes:
             self._parts = _grown(self._parts, plan.num_parts * self._part_values)
