@@ -115,6 +115,7 @@ import os, signal
 from ebbtide.cli import batch, main
 from tests.server.fake import FakeEngine
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 engine = FakeEngine(lambda text, index: "x" * 3000)
 engine.delay_s = 0.02
 batch.AsyncEngine.start = lambda config, progress: engine
