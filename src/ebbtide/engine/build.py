@@ -97,14 +97,14 @@ def choose_kernels(
     if name == "native" and not suits:
         raise InputError("kernels=native is for bfloat16 on a CPU: use auto", "kernels")
     if name == "torch" or not suits:
-        return TorchKernels()
+        return TorchKernels(layout, device)
     try:
         return NativeKernels(model, layout)
     except NoNativeKernels as error:
         if name == "native":
             raise InputError(f"kernels=native, but {error}: use auto", "kernels") from error
         log.warning("computing without compiled kernels, which are faster: %s", error)
-        return TorchKernels()
+        return TorchKernels(layout, device)
 
 
 def build_model(

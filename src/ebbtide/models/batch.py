@@ -75,7 +75,7 @@ def plan_batch(
     groups = []
     for group in range(len(layout.groups)):
         ordered = [rows[i] for i in order]
-        groups.append(kernels.plan_group(ordered, len(decodes), group, layout, device))
+        groups.append(kernels.plan_group(ordered, len(decodes), group))
         started += _started(rows, group, layout.block_size)
     return Batch(
         torch.tensor(tokens, device=device),

@@ -35,7 +35,7 @@ class Norm(Protocol):
 
 class Kernels(Protocol):
     """A device's own way to compute what is between the products, and products with packed weights. They are
-    for one model, and used by one thread.
+    for one model and its KV, on one device, and used by one thread.
 
     takes_float32: whether activations may be wider than the KV. packs_heads: whether packed weights are
     enough for the output head, which is multiplied with as many rows as requests are sampled in a step.
@@ -58,9 +58,7 @@ class Kernels(Protocol):
         """Weights, one below the other, as their file has them. alone: they serve x of any number of rows."""
         ...
 
-    def plan_group(
-        self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
-    ) -> object:
+    def plan_group(self, rows: list[Row], num_decodes: int, group: int) -> object:
         """What ``attend`` needs to know of a step in one KV group. rows: decode rows, which feed one token,
         longest first, then the others."""
         ...
@@ -103,6 +101,10 @@ class TorchKernels:
     takes_float32 = True
     packs_heads = False
 
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        self._layout = layout
+        self._device = device
+
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return TorchNorm(weight, eps)
 
@@ -118,10 +120,8 @@ class TorchKernels:
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
         return TorchPacked(parts, alone)
 
-    def plan_group(
-        self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
-    ) -> GroupBatch:
-        return plan_group(rows, num_decodes, group, layout, device)
+    def plan_group(self, rows: list[Row], num_decodes: int, group: int) -> GroupBatch:
+        return plan_group(rows, num_decodes, group, self._layout, self._device)
 
     def attend(
         self,

@@ -90,7 +90,7 @@ class LlamaModel:
         self.layout = layout
         self.device = torch.device(device)
         self.dtype = dtype or layout.dtype
-        self.kernels = kernels or TorchKernels()
+        self.kernels = kernels or TorchKernels(layout, self.device)
         self._weights = weights
         self._quantized = quantized or {}
         total = sum(weight.numel() for weight in weights.values())

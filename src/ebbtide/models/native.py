@@ -21,7 +21,7 @@ from ebbtide.models.packed import GROUP, PackedProduct, Quantized, TorchPacked, 
 # Rows up to which packed weights are faster than the same in bfloat16. ms for the layers of a 135M model, 2
 # threads with AMX, Q4_0 and bfloat16: 3.8 and 10.7 for 8 rows, 8.5 and 10.8 for 32; 13.1 for 48.
 ROWS_MAX = 32
-BF16 = torch.bfloat16
+BF16, CPU = torch.bfloat16, torch.device("cpu")
 EVERYTHING = 1 << 40  # a window that hides nothing
 
 
@@ -65,7 +65,8 @@ class NativeKernels:
                 "they need heads of a multiple of 64 and a width of a multiple of 16; this model has "
                 f"{layout.head_dim} and {config.hidden_size}"
             )
-        assert layout.dtype == torch.bfloat16
+        assert layout.dtype == BF16
+        self._layout = layout
         self._library = _declare(load())
         self._has_amx = self.packs_heads = bool(self._library.has_amx())
         sizes = (
@@ -75,11 +76,11 @@ class NativeKernels:
             layout.block_size,
             layout.layers_per_group,
         )
-        self._sizes = torch.tensor(sizes, device="cpu")
+        self._sizes = torch.tensor(sizes, device=CPU)
         self._part_values = config.num_heads * (layout.head_dim + 2)
         self._position_values = 2 * layout.kv_heads * layout.head_dim
-        self._parts = torch.empty(0, dtype=torch.float32, device="cpu")  # scratch, as the next
-        self._squares = torch.empty(0, dtype=BF16, device="cpu")
+        self._parts = torch.empty(0, dtype=torch.float32, device=CPU)  # scratch, as the next
+        self._squares = torch.empty(0, dtype=BF16, device=CPU)
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return NativeNorm(self._library, weight, eps)
@@ -98,9 +99,8 @@ class NativeKernels:
             else TorchPacked(parts, alone)
         )
 
-    def plan_group(
-        self, rows: list[Row], num_decodes: int, group: int, layout: KVLayout, device: torch.device
-    ) -> NativeGroup:
+    def plan_group(self, rows: list[Row], num_decodes: int, group: int) -> NativeGroup:
+        layout = self._layout
         spec, size = layout.groups[group], layout.block_size
         blocks: list[int] = []
         decodes: list[int] = []
@@ -119,16 +119,16 @@ class NativeKernels:
                 first, ids = row.tables[group]
                 begin = spec.first_visible(row.start) // size
                 seen = ids[begin - first : (row.end - 1) // size + 1 - first]
-                table = torch.tensor(seen, device=device)
+                table = torch.tensor(seen, device=CPU)
                 queries = row.end - row.start
                 prompts.append(PromptRow(token, queries, row.end - begin * size, table))
                 token += queries
         else:
-            prefills = plan_prefills(rows, num_decodes, group, layout, device)
+            prefills = plan_prefills(rows, num_decodes, group, layout, CPU)
         return NativeGroup(
             torch.from_numpy(places_of(rows, num_decodes, group, layout)),
-            torch.tensor(blocks, dtype=torch.int64, device=device),
-            torch.tensor(decodes, device=device),
+            torch.tensor(blocks, dtype=torch.int64, device=CPU),
+            torch.tensor(decodes, device=CPU),
             num_decodes,
             parts,
             spec.window or EVERYTHING,
@@ -202,11 +202,8 @@ class NativePacked:
     def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], alone: bool) -> None:
         integers, scales, zeros = map(torch.cat, zip(*(p.unpack() for p in parts), strict=True))
         outputs, width = integers.shape
-        self._multiply, self._outputs, self._groups = (
-            library.multiply_packed,
-            outputs,
-            width // GROUP,
-        )
+        self._multiply = library.multiply_packed
+        self._outputs, self._groups = outputs, width // GROUP
         self._alone = alone
         self._bits = 8 if integers.dtype == torch.int8 else 4
         # [outputs / 16, groups, 512], where each 512 are 16 pairs of values for 16 outputs

@@ -326,8 +326,6 @@ void attend_prefill(bf16 *out, const bf16 *qkv, const bf16 *kv, bf16 *packed, co
         1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 #pragma omp parallel
     {
-        TileConfig before;
-        _tile_storeconfig(&before);
         _tile_loadconfig(&config);
 #pragma omp for
         for (i64 at = 0; at < squares * of.kv_heads; at++) {
@@ -342,7 +340,7 @@ void attend_prefill(bf16 *out, const bf16 *qkv, const bf16 *kv, bf16 *packed, co
             attend_tile(out + head * of.dim, qkv + head * of.dim, packed + place, values + place,
                         tile * QUERIES, queries, keys, window, of.dim, stride, of.heads * of.dim, of.scale);
         }
-        restore(&before);
+        _tile_release();
     }
 }
 

@@ -71,20 +71,11 @@ inlined Layer layer_of(const bf16 *kv, const i64 *shape, i64 slot) {
 
 #ifdef __AMX_BF16__
 
-// How AMX's tiles are set up.
+// How AMX's tiles are set up. Whoever uses them sets them up anew: oneDNN, too, looks first at how they are.
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } TileConfig;
-
-// The tiles as whoever used them last had them, and may think that they are still: oneDNN sets them up lazily
-// (amx_tile_lazy_configure).
-inlined void restore(const TileConfig *before) {
-    if (before->palette)
-        _tile_loadconfig(before);
-    else
-        _tile_release();
-}
 
 #endif

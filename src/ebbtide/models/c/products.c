@@ -129,8 +129,6 @@ void multiply_packed(bf16 *out, const bf16 *x, const bf16 *added, const uint8_t 
         config.rows[1] = config.rows[5] = max_of(1, rows - 16);
 #pragma omp parallel
         {
-            TileConfig before;
-            _tile_storeconfig(&before);
             _tile_loadconfig(&config);
 #pragma omp for schedule(static)
             for (i64 block = 0; block < blocks; block++) {
@@ -145,7 +143,7 @@ void multiply_packed(bf16 *out, const bf16 *x, const bf16 *added, const uint8_t 
                     narrow(out + at, sum);
                 }
             }
-            restore(&before);
+            _tile_release();
         }
     }
 }
