@@ -14,7 +14,7 @@ from ebbtide.models import compiled
 from ebbtide.models.config import ModelConfig, RopeConfig
 from ebbtide.models.kernels import TorchKernels
 from ebbtide.models.kv import layout_for
-from ebbtide.models.native import NativeKernels
+from ebbtide.models.native import NativeFloat32Kernels, NativeKernels
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 CONFIG = ModelConfig(
@@ -29,13 +29,16 @@ def choose(name: str, config: ModelConfig = CONFIG, dtype: torch.dtype = BF16) -
     return choose_kernels(name, config, layout_for(config, 16, dtype), CPU, dtype)
 
 
-def test_compiled_kernels_are_for_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_kernels_are_for_weights_as_wide_as_the_kv(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layout = layout_for(CONFIG, 16, BF16)
     with caplog.at_level(logging.WARNING):
-        assert isinstance(choose("auto", dtype=torch.float32), TorchKernels)
-        assert isinstance(choose("torch"), TorchKernels)
+        kernels = choose_kernels("auto", CONFIG, layout, CPU, torch.float32)
+        assert type(kernels) is type(choose("torch")) is TorchKernels
     assert not caplog.records
-    with pytest.raises(InputError, match="kernels=native is for bfloat16 on a CPU: use auto"):
-        choose("native", dtype=torch.float32)
+    with pytest.raises(InputError, match="kernels=native is for a CPU, and weights of the same"):
+        choose_kernels("native", CONFIG, layout, CPU, torch.float32)
 
 
 def test_auto_says_once_why_there_are_none(
@@ -63,4 +66,6 @@ def test_auto_takes_them_where_it_can() -> None:
         compiled.load()
     except compiled.NoNativeKernels as why:
         pytest.skip(f"no compiled kernels here: {why}")
-    assert isinstance(choose("auto"), NativeKernels)
+    assert isinstance(choose("auto", dtype=torch.float32), NativeFloat32Kernels)
+    if torch.cpu._is_avx512_bf16_supported():
+        assert isinstance(choose("auto"), NativeKernels)

@@ -11,13 +11,12 @@ import transformers
 from torch import Tensor
 
 from ebbtide.core.plan import Row, Table
-from ebbtide.models import compiled
 from ebbtide.models.compiled import NoNativeKernels
 from ebbtide.models.gates import gate
 from ebbtide.models.kernels import TorchKernels, TorchNorm
 from ebbtide.models.kv import KVLayout, KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
-from ebbtide.models.native import ROWS_MAX, NativeKernels
+from ebbtide.models.native import FLOAT32_ROWS_MAX, ROWS_MAX, NativeFloat32Kernels, NativeKernels
 from ebbtide.models.packed import KINDS
 
 from .harness import (
@@ -37,17 +36,6 @@ CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 
 
-def why_not() -> str:
-    try:
-        compiled.load()
-    except NoNativeKernels as error:
-        return str(error)
-    return ""
-
-
-needs_native = pytest.mark.skipif(bool(why := why_not()), reason=f"no compiled kernels here: {why}")
-
-
 def config_with(heads: int = 6, kv_heads: int = 2, dim: int = 64, window: int | None = None):
     """Of a model whose heads compiled kernels take."""
     rope = rope_of({"rope_theta": 1e4}, dim)
@@ -61,6 +49,17 @@ def config_with(heads: int = 6, kv_heads: int = 2, dim: int = 64, window: int | 
 def kernels_of(config, block_size: int = 16) -> tuple[NativeKernels, KVLayout]:
     layout = layout_for(config, block_size, BF16)
     return NativeKernels(config, layout), layout
+
+
+def why_not() -> str:
+    try:
+        kernels_of(config_with())
+    except NoNativeKernels as error:
+        return str(error)
+    return ""
+
+
+needs_native = pytest.mark.skipif(bool(why := why_not()), reason=f"no compiled kernels here: {why}")
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -292,6 +291,37 @@ def test_gated_products_with_packed_weights(amx_kernels, kind, activation, token
     both = torch.cat([x.double() @ p.dequantize(torch.float32).double().T for p in parts], dim=1)
     found = amx_kernels.pack(parts, alone=True).gated(x, activation)
     assert error(found, gate(both, activation)) < 3e-3
+
+
+@pytest.fixture(scope="module", params=["-march=native", "-mno-avx512f"])
+def float32_kernels(request, tmp_path_factory) -> NativeFloat32Kernels:
+    """As they are built here, and where there is AVX2 alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("CC", f"gcc {request.param}")
+        try:
+            layout = layout_for(config_with(), 16, torch.float32)
+            return NativeFloat32Kernels(layout, CPU)
+        except NoNativeKernels as error:
+            pytest.skip(f"no compiled kernels here: {error}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 13, 64, 65, 150])
+@pytest.mark.parametrize("width", [32, 96, 448])
+def test_products_in_float32_with_packed_weights(float32_kernels, kind, tokens, width):
+    """As exact as with the same weights dequantised, and the same for a row whatever is beside it."""
+    parts = [quantized(kind, rows, width, rows) for rows in (48, 16, 96)]
+    x, residual = draw(tokens, width).float(), draw(tokens, 160, seed=2).float()
+    product = float32_kernels.pack(parts, alone=False)
+    exact = x.double() @ torch.cat([p.dequantize(torch.float32) for p in parts]).double().T
+    assert error(product(x), exact) < 1e-6
+    assert error(product(x, residual), exact + residual.double()) < 1e-6
+    gated = float32_kernels.pack([*parts, *parts], alone=True).gated(x, "silu")
+    assert error(gated, gate(torch.cat([exact, exact], dim=1), "silu")) < 1e-6
+    assert torch.equal(product(x)[-1:], product(x[-1:].clone()))
+    assert product.pays_for(x) == (tokens <= FLOAT32_ROWS_MAX)
+    assert float32_kernels.pack(parts, alone=True).pays_for(x)
 
 
 def transformers_model(architecture: str) -> transformers.PreTrainedModel:

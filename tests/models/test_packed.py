@@ -10,8 +10,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from ebbtide.core.plan import Row, Table
-from ebbtide.engine.build import build_model
+from ebbtide.engine.build import build_model, choose_kernels
 from ebbtide.engine.config import EngineConfig
+from ebbtide.errors import InputError
 from ebbtide.models.checkpoint import Checkpoint, Form
 from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.linear import GatedLinear, Linear
@@ -29,6 +30,7 @@ from ebbtide.models.packed import (
 from . import tiny_files
 from .harness import GREEDY, error, quantized
 
+CPU = torch.device("cpu")
 TOKENS = (1, TOKENS_MAX, TOKENS_MAX + 1, TOKENS_MAX_ALONE + 1)
 
 
@@ -117,10 +119,10 @@ def first_logits(
     checkpoint: Checkpoint, prompt: list[int], dtype: torch.dtype, kernels: str = "torch"
 ) -> torch.Tensor:
     """The logits after a prompt; its last token is fed in a step of its own."""
-    layout = layout_for(checkpoint.config, 16, torch.bfloat16)
+    layout = layout_for(checkpoint.config, 16, dtype)
     kv = KVMemory(layout, 8 * len(layout.groups), "cpu")
     config = EngineConfig(kernels=kernels)
-    model = build_model(config, checkpoint, layout, torch.device("cpu"), dtype)
+    model = build_model(config, checkpoint, layout, CPU, dtype)
     tables = tuple(Table(0, list(range(8))) for _ in layout.groups)
     with torch.inference_mode():
         for start, end in ((0, len(prompt) - 1), (len(prompt) - 1, len(prompt))):
@@ -162,3 +164,34 @@ def test_a_model_with_packed_weights_is_as_exact_with_either_kernels(
     )
     assert of_torch < 0.01
     assert of_auto < 0.01
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("form", [Form.PACKED, Form.BOTH])
+def test_in_float32_packed_weights_change_no_more_than_rounding(
+    form: Form, kind: Kind, tmp_path: Path
+) -> None:
+    made = tiny_files.model("qwen2", head_dim=64, hidden_size=256, vocab_size=320)
+    path = tmp_path / "model.gguf"
+    tiny_files.write_gguf(path, "qwen2", made, kind)
+    wide = load_checkpoint(str(path), torch.float32)
+    packed = load_checkpoint(str(path), torch.float32, form=form)
+    prompt = list(range(60))
+    exact = first_logits(wide, prompt, torch.float32).double()
+    kernels = choose_kernels(
+        "auto", wide.config, layout_for(wide.config, 16, torch.float32), CPU, torch.float32
+    )
+    if form is Form.PACKED and not kernels.packs(KINDS_4_BITS):
+        pytest.skip("no compiled kernels here")
+    assert error(first_logits(packed, prompt, torch.float32, "auto"), exact) < 2e-6
+
+
+def test_without_a_product_for_them_packed_weights_are_refused(tmp_path: Path) -> None:
+    made = tiny_files.model("llama")
+    path = tmp_path / "model.gguf"
+    tiny_files.write_gguf(path, "llama", made, Kind.Q4_0)
+    checkpoint = load_checkpoint(str(path), torch.float32, form=Form.PACKED)
+    layout = layout_for(checkpoint.config, 16, torch.float32)
+    config = EngineConfig(weights="packed", kernels="torch")
+    with pytest.raises(InputError, match="nothing here to multiply with them in this dtype"):
+        build_model(config, checkpoint, layout, CPU, torch.float32)

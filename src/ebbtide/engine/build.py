@@ -49,19 +49,19 @@ def choose_dtype(name: str, device: str) -> Any:
 
 def choose_weights(name: str, device: Any, dtype: Any) -> tuple[Form, Any]:
     """In which form weights are held, and the dtype of those that are not packed. Packed ones are for
-    products in bfloat16 on a CPU; beside them, "auto" keeps what is faster for steps of many tokens."""
+    products on a CPU; beside them, "auto" keeps what is faster for steps of many tokens."""
     import torch
 
     from ebbtide.models.checkpoint import Form
 
-    packs = device.type == "cpu" and dtype == torch.bfloat16
-    if name == "packed" and not packs:
-        raise InputError("weights=packed needs device=cpu and dtype=bfloat16", "weights")
+    on_cpu = device.type == "cpu"
+    if name == "packed" and not on_cpu:
+        raise InputError("weights=packed needs device=cpu", "weights")
     if name == "bfloat16" and dtype != torch.bfloat16:
         raise InputError("weights=bfloat16 needs dtype=bfloat16, or leave both at auto", "weights")
     if name == "packed":
         return Form.PACKED, dtype
-    if name == "auto" and packs:
+    if name == "auto" and on_cpu:
         return Form.BOTH, dtype
     return Form.WIDE, torch.float32 if name == "float32" else dtype
 
@@ -91,14 +91,18 @@ def choose_kernels(
 
     from ebbtide.models.compiled import NoNativeKernels
     from ebbtide.models.kernels import TorchKernels
-    from ebbtide.models.native import NativeKernels
+    from ebbtide.models.native import NativeFloat32Kernels, NativeKernels
 
-    suits = device.type == "cpu" and {dtype, layout.dtype} == {torch.bfloat16}
+    suits = device.type == "cpu" and dtype == layout.dtype
     if name == "native" and not suits:
-        raise InputError("kernels=native is for bfloat16 on a CPU: use auto", "kernels")
+        raise InputError(
+            "kernels=native is for a CPU, and weights of the same dtype: use auto", "kernels"
+        )
     if name == "torch" or not suits:
         return TorchKernels(layout, device)
     try:
+        if dtype == torch.float32:
+            return NativeFloat32Kernels(layout, device)
         return NativeKernels(model, layout)
     except NoNativeKernels as error:
         if name == "native":
@@ -112,8 +116,14 @@ def build_model(
 ) -> LlamaModel:
     """The model on its device. dtype: of its weights."""
     from ebbtide.models.llama import LlamaModel
+    from ebbtide.models.packed import KINDS_4_BITS
 
     kernels = choose_kernels(config.kernels, checkpoint.config, layout, device, dtype)
+    if config.weights == "packed" and not kernels.packs(KINDS_4_BITS):
+        raise InputError(
+            "weights=packed, but there is nothing here to multiply with them in this dtype: use auto",
+            "weights",
+        )
     quantized = checkpoint.quantized
     return LlamaModel(
         checkpoint.config, checkpoint.weights, layout, device, quantized, dtype, kernels

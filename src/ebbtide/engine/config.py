@@ -20,8 +20,9 @@ class EngineConfig:
     dtype: of KV and activations: "bfloat16", "float32", or "auto" (bfloat16 where the CPU computes in it).
     weights: "packed" (4-bit integers, as a GGUF file has them), "bfloat16", "float32", or "auto": in
     ``dtype``, and beside that packed, for steps of few tokens, where that is faster and the file allows it.
-    kernels: "native", compiled on this machine when it first starts, for bfloat16 on x86-64 with AVX-512 BF16
-    and heads of a multiple of 64; "torch"; or "auto": native where that is possible, and there is gcc.
+    kernels: "native", compiled on this machine when it first starts, for x86-64: in float32 with AVX2, in
+    bfloat16 with AVX-512 BF16 and heads of a multiple of 64; "torch"; or "auto": native where that is
+    possible, and there is gcc.
     kv_bytes: device memory for KV blocks. host_bytes: host tier below it; 0 turns it off.
     populate: take all of both from the system at the start, not as it is first used. That can make a start
     take seconds longer, and the first requests faster: on a virtual machine whose host gives memory late.

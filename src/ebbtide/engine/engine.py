@@ -79,6 +79,7 @@ class Engine:
         warming = arena.warm(config.host_bytes if config.populate else WARM_BYTES)
         if config.populate:
             memory.populate()
+        model = build_model(config, checkpoint, layout, device, weights_dtype)
         slots = HostSlots(arena.num_slots, make_policy(config.host_policy, arena.num_slots))
         settings = _scheduler_config(config, checkpoint, layout, num_blocks, self.max_length)
         self._tiers = OpenTiers.open(config.tiers, settings.namespace, arena)
@@ -90,7 +91,6 @@ class Engine:
             store_after=config.store_after,
         )
         self._block_bytes = layout.block_bytes
-        model = build_model(config, checkpoint, layout, device, weights_dtype)
         mover = Mover(
             lambda transfer: move(transfer, arena, memory),
             lambda: self._loop.wake(),

@@ -27,7 +27,7 @@ FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"),
     *(f"-DSPLIT={SPLIT}", f"-DGROUP={GROUP}"),
 )
-NEEDED = "avx512_bf16"
+NEEDED = ("avx2", "fma")
 COMPILE_S = 120
 
 
@@ -66,8 +66,9 @@ def _processor() -> str:
     except OSError as error:
         raise NoNativeKernels(f"what the processor can is not to be read ({error})") from error
     flags = next((line for line in lines if line.startswith("flags")), "")
-    if NEEDED not in flags.split():
-        raise NoNativeKernels(f"this processor has no {NEEDED}")
+    for needed in NEEDED:
+        if needed not in flags.split():
+            raise NoNativeKernels(f"this processor has no {needed}")
     return flags
 
 

@@ -115,7 +115,7 @@ class TorchKernels:
         return Rotation(both[0].to(dtype).unsqueeze(1), both[1].to(dtype).unsqueeze(1))
 
     def packs(self, kinds: Collection[str]) -> bool:
-        return packs_4_bits(kinds)
+        return self._layout.dtype == torch.bfloat16 and packs_4_bits(kinds)
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
         return TorchPacked(parts, alone)

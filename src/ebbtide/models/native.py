@@ -1,5 +1,5 @@
-"""The kernels in ``c``, for steps in bfloat16 on a CPU: what is between the products in one pass each,
-attention that reads KV blocks where they are, and products with packed weights of 4 and 8 bits."""
+"""The kernels in ``c``, for steps on a CPU: products with packed weights of 4 and 8 bits; in bfloat16 also
+what is between the products, in one pass each, and attention that reads KV blocks where they are."""
 
 from __future__ import annotations
 
@@ -14,13 +14,24 @@ from ebbtide.core.plan import Row
 from ebbtide.models.attention import Prefill, attend_prefills, places_of, plan_prefills
 from ebbtide.models.compiled import SPLIT, NoNativeKernels, load
 from ebbtide.models.config import Activation, ModelConfig
-from ebbtide.models.kernels import Norm, Rotation
+from ebbtide.models.gates import gate
+from ebbtide.models.kernels import Norm, Rotation, TorchKernels
 from ebbtide.models.kv import KVLayout, KVMemory
-from ebbtide.models.packed import GROUP, PackedProduct, Quantized, TorchPacked, packs_4_bits
+from ebbtide.models.packed import (
+    GROUP,
+    KINDS_4_BITS,
+    PackedProduct,
+    Quantized,
+    TorchPacked,
+    packs_4_bits,
+)
 
 # Rows up to which packed weights are faster than the same in bfloat16. ms for the layers of a 135M model, 2
 # threads with AMX, Q4_0 and bfloat16: 3.8 and 10.7 for 8 rows, 8.5 and 10.8 for 32; 13.1 for 48.
 ROWS_MAX = 32
+# The same in float32: with AVX2 alone 13 and 34 for 8 rows, 36 and 44 for 32, 51 and 50 for 48; with AVX-512
+# 9 and 34, 23 and 43, 33 and 50.
+FLOAT32_ROWS_MAX = 48
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 EVERYTHING = 1 << 40  # a window that hides nothing
 
@@ -68,6 +79,8 @@ class NativeKernels:
         assert layout.dtype == BF16
         self._layout = layout
         self._library = _declare(load())
+        if not self._library.has_bf16():
+            raise NoNativeKernels("this processor has no avx512_bf16")
         self._has_amx = self.packs_heads = bool(self._library.has_amx())
         sizes = (
             config.num_heads,
@@ -196,37 +209,64 @@ class NativeNorm:
         )  # fmt: skip
 
 
+class NativeFloat32Kernels(TorchKernels):
+    """``TorchKernels``, with products in float32 with packed weights. Raises NoNativeKernels."""
+
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        super().__init__(layout, device)
+        self._library = _declare(load())
+
+    def packs(self, kinds: Collection[str]) -> bool:
+        return set(kinds) <= set(KINDS_4_BITS) or set(kinds) == {"Q8_0"}
+
+    def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
+        return NativeFloat32Packed(self._library, parts, alone)
+
+
+class Tiles:
+    """Packed weights in blocks of 16 outputs, as ``products.c`` and ``products_float32.c`` say.
+
+    along: inputs that lie side by side. dtype: of scales and zeros.
+    """
+
+    def __init__(self, parts: Sequence[Quantized], along: int, dtype: torch.dtype) -> None:
+        integers, scales, zeros = map(torch.cat, zip(*(p.unpack() for p in parts), strict=True))
+        self.outputs, width = integers.shape
+        self.groups = width // GROUP
+        self.bits = 8 if integers.dtype == torch.int8 else 4
+        shape = self.outputs // 16, self.groups
+        tiles = integers.view(shape[0], 16, self.groups, GROUP // along, along)
+        self.weights = tiles.permute(0, 2, 3, 1, 4).reshape(*shape, 16 * GROUP)
+        if self.bits == 4:
+            low, high = self.weights.chunk(2, dim=2)
+            self.weights = low | (high << 4)
+        self.scales, own_zeros = (
+            each.view(shape[0], 16, self.groups).transpose(1, 2).to(dtype).contiguous()
+            for each in (scales, zeros)
+        )
+        self.zeros = own_zeros if zeros.any() else None
+
+    def addresses(self) -> tuple[int, int, int | None]:
+        zeros = None if self.zeros is None else self.zeros.data_ptr()
+        return self.weights.data_ptr(), self.scales.data_ptr(), zeros
+
+
 class NativePacked:
     """``PackedProduct``, on AMX, in 0.56 bytes per weight (Q4_0), 0.63 (Q4_1) or 1.06 (Q8_0)."""
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], alone: bool) -> None:
-        integers, scales, zeros = map(torch.cat, zip(*(p.unpack() for p in parts), strict=True))
-        outputs, width = integers.shape
         self._multiply = library.multiply_packed
-        self._outputs, self._groups = outputs, width // GROUP
+        self._tiles = Tiles(parts, 2, torch.float16)
         self._alone = alone
-        self._bits = 8 if integers.dtype == torch.int8 else 4
-        # [outputs / 16, groups, 512], where each 512 are 16 pairs of values for 16 outputs
-        tiles = integers.view(outputs // 16, 16, self._groups, 16, 2).permute(0, 2, 3, 1, 4)
-        self._weights = tiles.reshape(outputs // 16, self._groups, 512)
-        if self._bits == 4:
-            low, high = self._weights.chunk(2, dim=2)
-            self._weights = low | (high << 4)
-        self._scales = self._of_tiles(scales)
-        self._zeros = self._of_tiles(zeros) if zeros.any() else None
-
-    def _of_tiles(self, values: Tensor) -> Tensor:
-        """[outputs, groups] -> [outputs / 16, groups, 16], float16."""
-        return values.view(-1, 16, self._groups).transpose(1, 2).to(torch.float16).contiguous()
 
     def pays_for(self, x: Tensor) -> bool:
         return self._alone or len(x) <= ROWS_MAX
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        return self._run(x, self._outputs, added, 0)
+        return self._run(x, self._tiles.outputs, added, 0)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        return self._run(x, self._outputs // 2, None, 2 if activation == "gelu_tanh" else 1)
+        return self._run(x, self._tiles.outputs // 2, None, 2 if activation == "gelu_tanh" else 1)
 
     def _run(self, x: Tensor, outputs: int, added: Tensor | None, gated: int) -> Tensor:
         assert x.dtype == BF16
@@ -234,11 +274,34 @@ class NativePacked:
         x, out = x.contiguous(), x.new_empty(len(x), outputs)
         self._multiply(
             out.data_ptr(), x.data_ptr(), None if added is None else added.data_ptr(),
-            self._weights.data_ptr(), self._scales.data_ptr(),
-            None if self._zeros is None else self._zeros.data_ptr(),
-            len(x), self._groups, outputs, self._bits, gated,
+            *self._tiles.addresses(), len(x), self._tiles.groups, outputs, self._tiles.bits, gated,
         )  # fmt: skip
         return out
+
+
+class NativeFloat32Packed:
+    """``PackedProduct`` for x in float32, in 0.63 bytes per weight (Q4_0), 0.75 (Q4_1) or 1.13 (Q8_0)."""
+
+    def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], alone: bool) -> None:
+        self._multiply = library.multiply_packed_float32
+        self._tiles = Tiles(parts, 1, torch.float32)
+        self._alone = alone
+
+    def pays_for(self, x: Tensor) -> bool:
+        return self._alone or len(x) <= FLOAT32_ROWS_MAX
+
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        assert x.dtype == torch.float32
+        tiles, x = self._tiles, x.contiguous()
+        out = x.new_empty(len(x), tiles.outputs)
+        self._multiply(
+            out.data_ptr(), x.data_ptr(), *tiles.addresses(),
+            len(x), tiles.groups, tiles.outputs, tiles.bits,
+        )  # fmt: skip
+        return out if added is None else out.add_(added)
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        return gate(self(x), activation)
 
 
 def _is_plain(*tensors: Tensor) -> bool:
@@ -253,15 +316,15 @@ def _grown(scratch: Tensor, size: int) -> Tensor:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     at, count = ctypes.c_void_p, ctypes.c_int64
     arguments = {
+        "multiply_packed_float32": [at] * 5 + [count] * 3 + [ctypes.c_int],
         "rms_norm": [at] * 3 + [count] * 4 + [ctypes.c_float],
         "rotate_and_write": [at] * 6 + [count] * 2,
         "attend_decode": [at] * 7 + [count] * 2,
         "attend_prefill": [at] * 6 + [count] * 4,
         "multiply_packed": [at] * 6 + [count] * 3 + [ctypes.c_int] * 2,
     }
-    if not library.has_amx():
-        del arguments["attend_prefill"], arguments["multiply_packed"]
     for name, types in arguments.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, None
+        if hasattr(library, name):  # else this processor cannot have it
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, None
     return library

@@ -2,6 +2,8 @@
 
 #include "native.h"
 
+#ifdef HAS_BF16
+
 // Where the keys of all heads of positions [first, first + count) are; the values of each follow its keys.
 inlined void locate(const bf16 **keys, const Layer *of, const i64 *table, i64 first, i64 count) {
     i64 width = 2 * of->kv_heads * of->dim, block = first / of->block_size, in_block = first % of->block_size;
@@ -159,7 +161,7 @@ void attend_decode(bf16 *out, const bf16 *qkv, const bf16 *kv, float *parts, con
     }
 }
 
-#ifdef __AMX_BF16__
+#ifdef HAS_AMX
 
 #define QUERIES 32  // of a tile
 #define KEYS 256    // whose scores are in the first-level cache
@@ -343,5 +345,7 @@ void attend_prefill(bf16 *out, const bf16 *qkv, const bf16 *kv, bf16 *packed, co
         _tile_release();
     }
 }
+
+#endif
 
 #endif

@@ -2,6 +2,10 @@
 
 #include "native.h"
 
+#ifdef HAS_BF16
+
+int has_bf16(void) { return 1; }
+
 // out = x / sqrt(mean(x^2) + eps) * weight. x, out: [tokens, heads, width], a token after `stride` values;
 // weight: [heads, width].
 void rms_norm(bf16 *out, const bf16 *x, const float *weight, i64 tokens, i64 heads, i64 width, i64 stride,
@@ -47,3 +51,9 @@ void rotate_and_write(bf16 *qkv, bf16 *kv, const i64 *shape, const i64 *write, c
         memcpy(place, row + heads * dim, 4 * kv_heads * dim);
     }
 }
+
+#else
+
+int has_bf16(void) { return 0; }
+
+#endif

@@ -1,5 +1,5 @@
 // What the kernels share. They are for bfloat16 on x86-64 with AVX-512 BF16; those of prompts and of packed
-// weights for AMX.
+// weights for AMX; and of packed weights in float32, for AVX2.
 //
 // compiled.py builds these files, native.py calls what is in them. All tensors are contiguous, but where
 // a stride is given. Every kernel uses the threads that the caller's OpenMP has, and gives a decode row
@@ -14,15 +14,26 @@
 #include <stdint.h>
 #include <string.h>
 
-typedef uint16_t bf16;
 typedef int64_t i64;
 
 #define inlined static inline __attribute__((always_inline))
 #define aligned __attribute__((aligned(64)))
-#define SMALL 8192  // values up to which a second thread costs more than it saves
+
+#if defined __AVX512F__ && defined __AVX512BF16__
+#define HAS_BF16
+#ifdef __AMX_BF16__
+#define HAS_AMX
+#endif
+#endif
 
 inlined i64 min_of(i64 a, i64 b) { return a < b ? a : b; }
 inlined i64 max_of(i64 a, i64 b) { return a > b ? a : b; }
+
+#ifdef HAS_BF16
+
+typedef uint16_t bf16;
+
+#define SMALL 8192  // values up to which a second thread costs more than it saves
 
 inlined __m512 widen(const bf16 *x) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
@@ -69,7 +80,9 @@ inlined Layer layer_of(const bf16 *kv, const i64 *shape, i64 slot) {
     return (Layer){kv, shape[0], shape[1], shape[2], shape[3], shape[4], slot, scale};
 }
 
-#ifdef __AMX_BF16__
+#endif
+
+#ifdef HAS_AMX
 
 // How AMX's tiles are set up. Whoever uses them sets them up anew: oneDNN, too, looks first at how they are.
 typedef struct {

@@ -7,7 +7,7 @@
 
 #include "native.h"
 
-#ifdef __AMX_BF16__
+#ifdef HAS_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 
