@@ -304,7 +304,7 @@ def plot(figures: dict[str, Figures], path: Path) -> None:
         axes.bar([i + place * width for i in range(len(cases))], bars, width, label=engine)
     axes.set_xticks([i + 0.4 for i in range(len(cases))], cases, rotation=30, ha="right")
     axes.set_ylabel("speed, ebbtide = 1")
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(figures), frameon=False)
     plt.tight_layout()
     plt.savefig(path, dpi=120)
 
