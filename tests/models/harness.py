@@ -248,7 +248,14 @@ class Driver:
 
 
 def quantized(kind: str, rows: int, columns: int, seed: int) -> Quantized:
-    values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+    """For formats with blocks of 256, eight times as many columns."""
+    rng = np.random.default_rng(seed)
+    if kind.endswith("_K"):  # which the package reads, but does not write
+        blocks = rows * columns // 32
+        raw = rng.integers(0, 256, (blocks, {"Q4_K": 144, "Q5_K": 176}[kind]), np.uint8)
+        raw[:, :4] = rng.uniform(0.001, 0.004, (blocks, 2)).astype(np.float16).view(np.uint8)
+        return Quantized(raw.reshape(-1), kind, (rows, columns * 8))
+    values = rng.standard_normal((rows, columns)).astype(np.float32)
     values += 0.3  # so that minimums are not near -8 scales
     return Quantized(gguf.quantize(values, Kind[kind]).reshape(-1), kind, (rows, columns))
 

@@ -18,6 +18,7 @@ from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.linear import GatedLinear, Linear
 from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
 from ebbtide.models.packed import (
+    BITS,
     KINDS,
     KINDS_4_BITS,
     TOKENS_MAX,
@@ -39,7 +40,7 @@ def test_integers_are_those_of_the_file(kind: str) -> None:
     weight = quantized(kind, 16, 96, 1)
     integers, scales, zeros = weight.unpack()
     scale, zero = (each.repeat_interleave(32, dim=1) for each in (scales, zeros))
-    base = 0 if kind == "Q8_0" else 8
+    base = 8 if BITS[kind] == 4 else 0
     assert base == 0 or integers.unique().tolist() == list(range(16))
     torch.testing.assert_close(
         (integers.float() - base) * scale + zero, weight.dequantize(torch.float32)
@@ -82,7 +83,7 @@ def test_gated_products_are_those_of_the_dequantised_weights(alone: bool, tokens
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("F32", (32, 64)), ("Q4_0", (8, 64)), ("Q4_0", (32,)), ("Q5_0", (32, 64))],
+    [("F32", (32, 64)), ("Q4_0", (8, 64)), ("Q4_0", (32,)), ("Q6_K", (32, 256))],
 )
 def test_what_has_no_product_does_not_stay_packed(kind: str, shape: tuple[int, ...]) -> None:
     assert can_stay_packed("Q4_0", (32, 64))
@@ -145,7 +146,7 @@ def test_the_default_model_says_the_same_in_every_form() -> None:
     assert max(errors.values()) < 0.03
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_a_model_with_packed_weights_is_as_exact_with_either_kernels(
@@ -166,7 +167,7 @@ def test_a_model_with_packed_weights_is_as_exact_with_either_kernels(
     assert of_auto < 0.01
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
 @pytest.mark.parametrize("form", [Form.PACKED, Form.BOTH])
 def test_in_float32_packed_weights_change_no_more_than_rounding(
     form: Form, kind: Kind, tmp_path: Path

@@ -18,8 +18,8 @@ from ebbtide.models.gates import gate
 from ebbtide.models.kernels import Norm, Rotation, TorchKernels
 from ebbtide.models.kv import KVLayout, KVMemory
 from ebbtide.models.packed import (
+    BITS,
     GROUP,
-    KINDS_4_BITS,
     PackedProduct,
     Quantized,
     TorchPacked,
@@ -103,7 +103,7 @@ class NativeKernels:
         return Rotation(angles.cos() * scale, angles.sin() * scale)
 
     def packs(self, kinds: Collection[str]) -> bool:
-        return packs_4_bits(kinds) or (self._has_amx and set(kinds) == {"Q8_0"})
+        return _of_one_size(kinds) if self._has_amx else packs_4_bits(kinds)
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
         return (
@@ -217,10 +217,14 @@ class NativeFloat32Kernels(TorchKernels):
         self._library = _declare(load())
 
     def packs(self, kinds: Collection[str]) -> bool:
-        return set(kinds) <= set(KINDS_4_BITS) or set(kinds) == {"Q8_0"}
+        return _of_one_size(kinds)
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
         return NativeFloat32Packed(self._library, parts, alone)
+
+
+def _of_one_size(kinds: Collection[str]) -> bool:
+    return len({BITS.get(kind) for kind in kinds}) == 1 and set(kinds) <= BITS.keys()
 
 
 class Tiles:
@@ -252,7 +256,8 @@ class Tiles:
 
 
 class NativePacked:
-    """``PackedProduct``, on AMX, in 0.56 bytes per weight (Q4_0), 0.63 (Q4_1) or 1.06 (Q8_0)."""
+    """``PackedProduct``, on AMX, in 0.56 or 0.63 bytes per weight of 4 bits (without zeros, or with
+    them), 1.06 or 1.13 of 8."""
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], alone: bool) -> None:
         self._multiply = library.multiply_packed
@@ -280,7 +285,8 @@ class NativePacked:
 
 
 class NativeFloat32Packed:
-    """``PackedProduct`` for x in float32, in 0.63 bytes per weight (Q4_0), 0.75 (Q4_1) or 1.13 (Q8_0)."""
+    """``PackedProduct`` for x in float32, in 0.63 or 0.75 bytes per weight of 4 bits (without zeros,
+    or with them), 1.13 or 1.25 of 8."""
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], alone: bool) -> None:
         self._multiply = library.multiply_packed_float32

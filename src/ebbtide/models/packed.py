@@ -1,8 +1,9 @@
 """Weights that stay as small as their file has them: 4-bit or 8-bit integers in groups of 32.
 
-A group has a scale d, and in Q4_1 a minimum m: value = d * (q - 8), or d * q + m; in Q8_0, d * q. PyTorch's
-product with 4 bits takes value = scale * (q - 8) + zero, both in bfloat16, so the integers stay what they are
-and scale and zero are rounded like any weight in bfloat16. It has none for Q8_0.
+A group has a scale and a zero, and a value is scale * (q - 8) + zero for 4 bits, scale * q + zero for 8. All
+of GGML's formats (ggml-common.h) with groups of 32 can be told so; integers of 5 bits become 8. PyTorch's
+product, for 4 bits, takes scale and zero in bfloat16, so the integers stay what they are and these are
+rounded like any weight in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from ebbtide.models.dequantize import dequantize
 from ebbtide.models.gates import gate
 
 GROUP = 32
-KINDS_4_BITS = ("Q4_0", "Q4_1")
-KINDS = (*KINDS_4_BITS, "Q8_0")
+KINDS_4_BITS = (
+    "Q4_0",
+    "Q4_1",
+)  # that PyTorch multiplies with, and for which no other form is needed
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q5_K": 8, "Q8_0": 8}
+KINDS = tuple(BITS)
 ROW_MULTIPLE = 16  # of output rows, that all products want
 
 # Tokens per step up to which PyTorch's product is faster than the same in bfloat16, where there are both. ms
@@ -47,16 +52,53 @@ class Quantized(NamedTuple):
         """Integers [out, in], of 4 bits as uint8, 0..15, of 8 bits as int8; then scales and zeros
         [out, in / 32], float32."""
         rows, columns = self.shape
-        blocks = torch.from_numpy(self.raw).view(rows, columns // GROUP, -1)
-        size = 32 if self.kind == "Q8_0" else 16
-        halves = blocks[..., :-size].contiguous().view(torch.float16).float()
-        scales = halves[..., 0]
-        zeros = halves[..., 1] + 8 * scales if self.kind == "Q4_1" else torch.zeros_like(scales)
-        integers = blocks[..., -size:]
-        if self.kind == "Q8_0":
-            return integers.reshape(rows, columns).view(torch.int8), scales, zeros
-        integers = torch.cat([integers & 15, integers >> 4], dim=-1)
-        return integers.view(rows, columns), scales, zeros
+        per_block = 256 if self.kind.endswith("_K") else GROUP
+        blocks = torch.from_numpy(self.raw).view(rows * columns // per_block, -1)
+        unpack = _unpack_256 if self.kind.endswith("_K") else _unpack_32
+        integers, scales, zeros = unpack(blocks, self.kind)
+        if BITS[self.kind] == 8:
+            integers = integers.view(torch.int8)
+        return integers.reshape(rows, columns), scales.view(rows, -1), zeros.view(rows, -1)
+
+
+def _halves(blocks: Tensor) -> tuple[Tensor, ...]:
+    return blocks.contiguous().view(torch.float16).float().unbind(1)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[.., n] -> [.., 2, n]: the low halves of all bytes, then the high ones."""
+    return torch.stack([packed & 15, packed >> 4], dim=-2)
+
+
+def _unpack_32(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks of one group: scale; minimum where the format is a _1; fifth bits, 32 of them; low bits."""
+    if kind == "Q8_0":
+        (scales,) = _halves(blocks[:, :2])
+        return blocks[:, 2:], scales, torch.zeros_like(scales)
+    head = 4 if kind.endswith("_1") else 2
+    scales, minimum = (*_halves(blocks[:, :head]), None)[:2]
+    zeros = torch.zeros_like(scales) if minimum is None else minimum
+    integers = _nibbles(blocks[:, -16:]).flatten(1)
+    if BITS[kind] == 4:
+        return integers, scales, zeros if minimum is None else minimum + 8 * scales
+    fifth = (blocks[:, head : head + 4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    integers |= fifth.flatten(1) << 4
+    return integers if minimum is not None else integers - 16, scales, zeros
+
+
+def _unpack_256(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks of eight groups: scale and minimum of all; of each, 6 bits to multiply these with; fifth bits,
+    those of one place in all groups in one byte; low bits of two groups in 32 bytes."""
+    scale, minimum = _halves(blocks[:, :4])
+    low, middle, high = blocks[:, 4:16].split(4, dim=1)
+    factors = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=1)
+    of_minimum = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=1)
+    scales, zeros = scale[:, None] * factors, -minimum[:, None] * of_minimum
+    integers = _nibbles(blocks[:, -128:].unflatten(1, (4, 32))).flatten(1, 2)
+    if BITS[kind] == 4:
+        return integers, scales, zeros + 8 * scales
+    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    return integers | ((blocks[:, None, 16:48] >> places) & 1) << 4, scales, zeros
 
 
 def packs_4_bits(kinds: Collection[str]) -> bool:
