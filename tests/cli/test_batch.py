@@ -106,6 +106,8 @@ def test_a_file_is_completed_and_bad_lines_get_their_own_record(tmp_path: Path) 
     assert "JSON" in records[7]["error"]
     with pytest.raises(InputError, match="--overwrite"):
         run_batch(CONFIG, str(source), str(target))
+    with pytest.raises(InputError, match="is the input itself"):
+        run_batch(CONFIG, str(target), str(target.parent / "." / target.name), overwrite=True)
     assert len(target.read_text().splitlines()) == 6  # nothing that was there is lost
 
 

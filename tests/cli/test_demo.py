@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,34 @@ def test_the_usage_of_a_tier_is_read_back() -> None:
         },
     }
     assert demo_restart._usage(said) == Usage(100, 5, 10, 30, 10, tiers={"file": 50})
+
+
+def test_a_demo_that_is_told_to_end_takes_its_server_along(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By SIGTERM, as by Ctrl-C."""
+    killed: list[str] = []
+
+    class Started:
+        def __init__(self, arguments: list[str], log: Path) -> None:
+            self.folder = log.parent
+
+        def kill(self) -> None:
+            killed.append(str(self.folder))
+
+    monkeypatch.setattr(demo_restart, "Server", Started)
+    before = signal.getsignal(signal.SIGTERM)
+    folders: list[Path] = []
+
+    def play() -> None:
+        with demo_restart.lives([]) as servers:
+            folders.append(next(servers).folder)  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+
+    with pytest.raises(SystemExit) as ended:
+        play()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert killed == list(map(str, folders))
+    assert not folders[0].exists()
+    assert signal.getsignal(signal.SIGTERM) is before

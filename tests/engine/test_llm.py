@@ -163,6 +163,7 @@ def test_what_is_no_prompt_is_one_sentence(llm: LLM, call: Any, words: str) -> N
         ({"weights": "packed", "dtype": "float32", "kernels": "torch"}, "nothing here to multiply"),
         ({"weights": "bfloat16", "dtype": "float32"}, "needs dtype=bfloat16"),
         ({"overlap": 3}, "overlap"),
+        ({"threads": 100_000}, "threads must be from 1 to 1024"),
         ({"kv_bytes": 1}, "at least"),
         ({"kv_bytes": 1 << 50}, "available"),
         ({"host_bytes": 1}, "one chunk"),

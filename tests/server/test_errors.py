@@ -313,6 +313,7 @@ def test_paths_and_methods(echo: Served) -> None:
         ("/completions", "did you mean /v1/completions?"),
         ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
         ("/", "the API begins at /v1/models"),
+        ("/v1/kv/rese", "the API begins at /v1/models"),
         ("/v1/%00" + "x" * 5000, "the API begins at /v1/models"),
     ],
 )

@@ -110,10 +110,12 @@ def test_a_failing_seed_says_how_to_replay_it_and_is_kept(
 
     monkeypatch.setattr(simulator, "simulate_all", fail)
     kept = tmp_path / "kept"
-    monkeypatch.setattr("sys.argv", ["simulator", "--seeds", "5", "7", "--keep", str(kept)])
+    own = ["--memory", "ebbtide.testing:Own"]
+    monkeypatch.setattr(simulator, "_named", lambda name: object)
+    monkeypatch.setattr("sys.argv", ["simulator", "--seeds", "5", "7", "--keep", str(kept), *own])
     assert simulator.main() == 1
     said = capsys.readouterr().out
-    assert "python -m ebbtide.testing.simulator --seed 5 -v" in said
+    assert f"python -m ebbtide.testing.simulator --seed 5 -v {' '.join(own)}\n" in said
     assert said.endswith("sim: 2 seeds, 2 failures, 0 faults injected, 0 probes hit\n")
     assert kept.read_text() == "5\n6\n"
 

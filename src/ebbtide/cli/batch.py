@@ -44,6 +44,8 @@ def run_batch(config: EngineConfig, source: str, target: str, overwrite: bool = 
 
     When interrupted, says how many lines are done, and raises KeyboardInterrupt.
     """
+    if overwrite and Path(source).resolve() == Path(target).resolve():
+        raise InputError(f"{target} is the input itself: give the output another name")
     lines = _read(source)
     with _open(target, overwrite) as out:
         batch = _Batch(out)

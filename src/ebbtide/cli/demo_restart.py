@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -108,7 +109,8 @@ def _usage(said: dict[str, Any]) -> Usage:
 @contextmanager
 def lives(arguments: Sequence[str]) -> Iterator[Iterator[Server]]:
     """Servers one after the other, each killed before the next, on one directory that is removed at
-    the end."""
+    the end, as by a signal."""
+    before = signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory(prefix="ebbtide-demo-") as folder:
         log = Path(folder) / "log"
         living: list[Server] = []
@@ -125,3 +127,8 @@ def lives(arguments: Sequence[str]) -> Iterator[Iterator[Server]]:
         finally:
             for server in living:
                 server.kill()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)

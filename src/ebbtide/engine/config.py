@@ -10,6 +10,7 @@ from ebbtide.offload.policies import DEFAULT_POLICY
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MIB = 1 << 20
+THREADS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,5 +106,7 @@ class EngineConfig:
                 )
         if self.max_length is not None and self.max_length < 2:
             raise InputError(f"max_length must be at least 2, got {self.max_length}", "max_length")
-        if self.threads is not None and self.threads < 1:
-            raise InputError(f"threads must be at least 1, got {self.threads}", "threads")
+        if self.threads is not None and not 1 <= self.threads <= THREADS_MAX:
+            raise InputError(
+                f"threads must be from 1 to {THREADS_MAX}, got {self.threads}", "threads"
+            )

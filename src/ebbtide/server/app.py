@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ebbtide.server")
 
+RESET = "/v1/kv/reset"  # whose path is never suggested
 _ROUTE = "ebbtide.route"  # key of the ASGI scope: the path template that answers
 
 
@@ -63,7 +64,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 def _near(request: Request) -> str:
     """A hint at what the client may have meant."""
-    paths = [getattr(route, "path", "") for route in request.app.routes]
+    paths = {getattr(route, "path", "") for route in request.app.routes} - {RESET}
     near = get_close_matches(request.url.path[:100], [p for p in paths if "{" not in p], 1)
     return f"; did you mean {near[0]}?" if near else "; the API begins at /v1/models"
 
@@ -102,7 +103,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None) -> FastA
         "/v1/models/{id:path}": ("GET", service.model),
         "/v1/completions": ("POST", service.complete),
         "/v1/chat/completions": ("POST", service.chat),
-        "/v1/kv/reset": ("POST", service.reset),
+        RESET: ("POST", service.reset),
         "/health": ("GET", service.health),
         "/metrics": ("GET", service.prometheus),
     }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 import traceback
 from collections import Counter
@@ -30,8 +31,9 @@ from ebbtide.testing.probes import NAMES
 from ebbtide.testing.rig import DEFAULT_PARTS, Parts
 from ebbtide.testing.simulation import Result, Simulation
 
-__all__ = ["Result", "Simulation", "Verdict", "simulate", "simulate_all"]
+__all__ = ["Parts", "Result", "Simulation", "Verdict", "simulate", "simulate_all"]
 
+POLICY, MEMORY = "ebbtide.offload.policies:LRU", "ebbtide.offload.arena:Arena"
 STANDARD_SEEDS = 2_000  # so many must come through every probe
 
 
@@ -78,7 +80,7 @@ def main() -> int:
         if verdict.result is None:
             failed.append(verdict.seed)
             print(f"seed {verdict.seed} failed: {verdict.failure}")
-            print(f"  replay: python -m ebbtide.testing.simulator --seed {verdict.seed} -v")
+            print(f"  replay: {_replay(verdict.seed, arguments)}")
         else:
             total += verdict.result.injected
             probes += verdict.result.probes
@@ -98,6 +100,15 @@ def main() -> int:
     return bool(failed or missed)
 
 
+def _replay(seed: int, arguments: argparse.Namespace) -> str:
+    """The command that runs this seed with the same parts."""
+    command = ["python", "-m", "ebbtide.testing.simulator", "--seed", str(seed), "-v"]
+    for option, default in (("policy", POLICY), ("memory", MEMORY)):
+        if (said := getattr(arguments, option)) != default:
+            command += [f"--{option}", said]
+    return shlex.join(command)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
@@ -105,8 +116,8 @@ def _arguments() -> argparse.Namespace:
     add("--seeds", type=int, nargs=2, metavar=("A", "B"), default=(0, 200), help="A to B - 1")
     add("-v", "--verbose", action="store_true", help="tell every event of --seed, or all counts")
     add("--keep", type=Path, metavar="FILE", help="append the seeds that failed to this file")
-    add("--policy", default="ebbtide.offload.policies:LRU", metavar="MODULE:NAME")
-    add("--memory", default="ebbtide.offload.arena:Arena", metavar="MODULE:NAME")
+    add("--policy", default=POLICY, metavar="MODULE:NAME")
+    add("--memory", default=MEMORY, metavar="MODULE:NAME")
     return parser.parse_args()
 
 

@@ -235,6 +235,17 @@ def test_another_model_counts_and_goes_when_it_is_oldest(make: Make, tmp_path: P
     assert [status(other, chunk) for chunk in some(4)].count(Status.OK) == 1
 
 
+def test_a_start_with_less_than_the_floor_says_so(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(floor=1 << 60).start()
+    (record,) = caplog.records
+    assert "its floor is 1099511627776 MiB: nothing new is stored" in record.getMessage()
+    caplog.clear()
+    make(floor=0).start()
+    assert not caplog.records
+
+
 def test_the_floor_is_kept(make: Make, tmp_path: Path) -> None:
     free = [10 * FILE]
 
@@ -401,10 +412,13 @@ def test_a_directory_that_cannot_be_written_is_refused(
         make(files=FaultyFiles(failing("open", code)))
 
 
-def test_a_directory_that_is_gone_takes_the_tier_down_and_back(make: Make, tmp_path: Path) -> None:
+def test_a_directory_that_is_gone_takes_the_tier_down_and_back(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = make()
     write(tier, some(2))
     (tmp_path / "kv").rename(tmp_path / "elsewhere")
+    tier.refresh()
     tier.refresh()
     assert tier.stats().state.startswith("down: No such file")
     assert tier.lookup(keys(some(2))) == [False] * 2
@@ -414,6 +428,11 @@ def test_a_directory_that_is_gone_takes_the_tier_down_and_back(make: Make, tmp_p
     (tmp_path / "elsewhere").rename(tmp_path / "kv")
     tier.refresh()
     assert tier.stats().state == "up"
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0] for line in said] == [
+        "the file tier is down",
+        "the file tier is back",
+    ]
     write(tier, [Chunk(3)])
     assert_intact(tier, some(2))
 

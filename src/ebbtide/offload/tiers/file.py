@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import threading
 import time
@@ -39,6 +40,8 @@ from ebbtide.offload.tiers.file_io import (
 )
 from ebbtide.offload.tiers.file_scan import Listing, Scanner, chunk_path
 from ebbtide.offload.tiers.file_settings import FileSettings, parse_url
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # how often the directory is looked at for what others did ...
 LOOK_SHARE = 0.05  # ... but for no more than this share of the time
@@ -98,6 +101,14 @@ class FileTier:
 
     def start(self) -> None:
         """Look at the directory now, on a thread, and from time to time."""
+        with contextlib.suppress(OSError):  # the first look finds out
+            free, floor = self._fs.free_bytes(self._root), self._settings.floor
+            if free < floor + self._files.size:
+                log.warning(
+                    "%s has %d MiB free, and its floor is %d MiB: nothing new is stored there, unless in the "
+                    "place of something old (free some space, or set a lower floor)",
+                    self._root, free >> 20, floor >> 20,
+                )  # fmt: skip
         self._watcher = threading.Thread(target=self._watch, name="file-tier", daemon=True)
         self._watcher.start()
 
@@ -157,8 +168,12 @@ class FileTier:
             self._remove_orphans()
             is_whole = self._scanner.look(self._stop.is_set)
         except OSError as error:
+            if not self._down:
+                log.warning("the file tier is down: %s", _sentence(error))
             self._down = _sentence(error)
             return
+        if self._down:
+            log.warning("the file tier is back: %s", self._root)
         self._down = ""
         self._index.order()
         self._is_loaded = self._is_loaded or is_whole
