@@ -111,6 +111,7 @@ def test_stat_is_read_by_people(run: Run, store: Store, disk: Path) -> None:
     assert any(row.endswith(f"{mine} 2 16 KiB 3 d 2 h") for row in rows)
     assert f"{theirs} 1 8 KiB 10 d 10 d" in rows
     assert "all 3 24 KiB 10 d 2 h" in rows
+    assert any(str(disk) in row for row in rows), "a path is on one line, however long"
 
 
 def test_several_tiers_at_once(run: Run, store: Store, disk: Path, tmp_path: Path) -> None:

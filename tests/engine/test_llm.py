@@ -165,6 +165,7 @@ def test_what_is_no_prompt_is_one_sentence(llm: LLM, call: Any, words: str) -> N
         ({"overlap": 3}, "overlap"),
         ({"threads": 100_000}, "threads must be from 1 to 1024"),
         ({"kv_bytes": 1}, "at least"),
+        ({"kv_bytes": "1GiB"}, "kv_bytes must be an integer, got '1GiB'"),
         ({"kv_bytes": 1 << 50}, "available"),
         ({"host_bytes": 1}, "one chunk"),
         ({"max_length": 10**6}, "8192"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+WIDTH_IN_FILES = 250
 NAMESPACE_DIGITS = 12  # shown to people: enough to tell them apart, and for --namespace
 SHOWN_MAX = 20  # problems, to people
 AGE_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -291,7 +292,10 @@ def _print_surveys(places: Sequence[Place], surveys: Sequence[Survey]) -> None:
                 *cells(amount),
                 end_section=number == len(rows) - 1,
             )
-    Console(markup=False, highlight=False).print(table)
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_IN_FILES  # paths stay on one line
+    console.print(table)
 
 
 def _verification_json(report: Verification) -> dict[str, Any]:

@@ -95,8 +95,11 @@ class EngineConfig:
             "store_after": 1,
         }
         for name, low in minimum.items():
-            if getattr(self, name) < low:
-                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}", name)
+            value = getattr(self, name)
+            if not isinstance(value, int):
+                raise InputError(f"{name} must be an integer, got {value!r}", name)
+            if value < low:
+                raise InputError(f"{name} must be at least {low}, got {value}", name)
         if isinstance(self.tiers, str):
             raise InputError(f"tiers must be a list of URLs, got one text: {self.tiers!r}", "tiers")
         for name in ("load_deadline_s", "lookup_deadline_s", "close_s"):
