@@ -8,19 +8,25 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ebbtide.cli.batch import params_of, parse_line, run_batch
+from ebbtide.cli.batch import checked, params_of, run_batch
 from ebbtide.engine.config import MIB, EngineConfig
 from ebbtide.errors import InputError
 from ebbtide.params import RepetitionStop, SamplingParams
+from ebbtide.server.body import parse_object
 
 CONFIG = EngineConfig(dtype="float32", threads=1, kv_bytes=40 * MIB, host_bytes=0, max_length=512)
 
 
+def read(line: str) -> dict[str, Any]:
+    return checked(parse_object(line, "the line"))
+
+
 def test_a_line_says_its_parameters() -> None:
-    asked = parse_line(
+    asked = read(
         '{"prompt": "x", "max_tokens": 3, "stop": "a", "stop_token_ids": [5], "seed": 1, '
         '"logit_bias": {"7": 2.5}, "repetition": {"max_pattern_size": 3, "min_count": 4}}'
     )
@@ -43,8 +49,8 @@ def test_a_line_says_its_parameters() -> None:
         ('{"id": NaN, "prompt": "x"}', "NaN is no JSON number"),
         ('{"id": "\\ud800", "prompt": "x"}', "surrogate"),
         ('{"prompt": "x", "prompt": "y"}', "stands twice"),
-        ("{}", "either prompt or messages"),
-        ('{"prompt": "x", "messages": []}', "either prompt or messages"),
+        ("{}", "prompt or messages, and not both"),
+        ('{"prompt": "x", "messages": []}', "prompt or messages, and not both"),
         ('{"prompt": "x", "temperatur": 1}', "did you mean temperature"),
         ('{"prompt": 5}', "prompt must be"),
         ('{"prompt": ["x"]}', "prompt must be"),
@@ -55,7 +61,7 @@ def test_a_line_says_its_parameters() -> None:
 )
 def test_bad_lines(line: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        parse_line(line)
+        read(line)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,7 @@ def test_a_file_is_completed_and_bad_lines_get_their_own_record(tmp_path: Path) 
     lines = [
         {"id": "a", "prompt": "The sea is", "max_tokens": 4, "temperature": 0},
         {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0},
-        {"prompt": ""},
+        {"id": "c", "prompt": "", "colour": 1},
         {"prompt": "x", "n": 2, "max_tokens": 2, "logprobs": 1},
         {"prompt": [5] * 600},
     ]
@@ -100,7 +106,8 @@ def test_a_file_is_completed_and_bad_lines_get_their_own_record(tmp_path: Path) 
     assert records[1]["finish_reason"] == "length"
     assert len(records[1]["token_ids"]) == 4
     assert records[2]["usage"]["completion_tokens"] <= 3
-    assert "empty" in records[3]["error"]
+    assert records[3]["id"] == "c", "also of a line that cannot be understood"
+    assert "colour is not a field" in records[3]["error"]
     assert len(records[4]["completions"]) == 2
     assert "600 tokens" in records[5]["error"]
     assert "JSON" in records[7]["error"]

@@ -55,6 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     [
         (["serve", "--kv-memory", "many"], "--kv-memory"),
         (["serve", "--disk", ""], "--disk is empty: name a directory"),
+        (["serve", "--disk-size", "1GiB"], "--disk-size and --disk-write are for --disk"),
         (["serve", "--dtype", "int3"], "dtype must be one of auto, bfloat16, float32"),
         (["serve", "--overlap", "7"], "overlap must be one of 1, 2"),
         (["serve", "--model", "no/such/file.gguf"], "no/such/file.gguf"),

@@ -160,7 +160,10 @@ def test_what_is_no_prompt_is_one_sentence(llm: LLM, call: Any, words: str) -> N
         ({"kv_byte": 1}, "kv_bytes"),
         ({"dtype": "int3"}, "bfloat16"),
         ({"weights": "int3"}, "weights must be one of auto, packed"),
-        ({"weights": "packed", "dtype": "float32", "kernels": "torch"}, "nothing here to multiply"),
+        (
+            {"weights": "packed", "dtype": "float32", "kernels": "torch"},
+            "nothing here multiplies with them",
+        ),
         ({"weights": "bfloat16", "dtype": "float32"}, "needs dtype=bfloat16"),
         ({"overlap": 3}, "overlap"),
         ({"threads": 100_000}, "threads must be from 1 to 1024"),

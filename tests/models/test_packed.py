@@ -194,5 +194,5 @@ def test_without_a_product_for_them_packed_weights_are_refused(tmp_path: Path) -
     checkpoint = load_checkpoint(str(path), torch.float32, form=Form.PACKED)
     layout = layout_for(checkpoint.config, 16, torch.float32)
     config = EngineConfig(weights="packed", kernels="torch")
-    with pytest.raises(InputError, match="nothing here to multiply with them in this dtype"):
+    with pytest.raises(InputError, match="nothing here multiplies with them in this dtype"):
         build_model(config, checkpoint, layout, CPU, torch.float32)

@@ -118,9 +118,10 @@ class _Batch:
     async def _complete(self, engine: AsyncEngine, number: int, line: str) -> Record:
         record: Record = {"line": number}
         try:
-            asked = parse_line(line)
+            asked = parse_object(line, "the line")
             if "id" in asked:
                 record["id"] = asked["id"]
+            asked = checked(asked)
             params = params_of(asked)
             prompt = asked.get("prompt")
             if "messages" in asked:
@@ -161,12 +162,11 @@ class _Batch:
         self.written += 1
 
 
-def parse_line(line: str) -> Record:
+def checked(asked: Record) -> Record:
     """One input line. Raises InputError."""
-    asked = parse_object(line, "the line")
     check_names(asked, KNOWN)
     if ("prompt" in asked) == ("messages" in asked):
-        raise InputError("a line must have either prompt or messages", "prompt")
+        raise InputError("a line must have prompt or messages, and not both", "prompt")
     if "messages" in asked:
         return {**asked, "messages": read_messages(asked["messages"])}
     if not isinstance(asked["prompt"], str) and not is_token_list(asked["prompt"]):

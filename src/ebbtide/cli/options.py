@@ -106,10 +106,13 @@ def tier_urls(
     disk: Annotated[
         str | None, typer.Option(help="A directory for KV that outlives the process.")
     ] = None,
-    disk_size: Annotated[str, typer.Option(help="What it may take there.")] = "20GiB",
+    disk_size: Annotated[
+        str | None, typer.Option(help="What it may take there.  [default: 20GiB]")
+    ] = None,
     disk_write: Annotated[
-        str, typer.Option(help="When KV goes there: write-through, on-evict or off.")
-    ] = "write-through",
+        str | None,
+        typer.Option(help="When KV goes there: write-through (the default), on-evict or off."),
+    ] = None,
     valkey: Annotated[
         str | None, typer.Option(help="A Valkey or Redis server for KV: valkey://host:6379/0.")
     ] = None,
@@ -124,8 +127,10 @@ def tier_urls(
     urls = []
     if disk == "":
         raise InputError("--disk is empty: name a directory", "disk")
+    settings = {"size": disk_size, "write": disk_write}
+    if disk is None and any(value is not None for value in settings.values()):
+        raise InputError("--disk-size and --disk-write are for --disk: name a directory", "disk")
     if disk is not None:
-        settings = {"size": disk_size, "write": disk_write}
         said = urlencode({name: value for name, value in settings.items() if value is not None})
         path = quote(str(Path(disk).expanduser().absolute()))
         urls.append(f"file://{path}?{said}" if said else f"file://{path}")

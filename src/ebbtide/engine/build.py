@@ -121,7 +121,8 @@ def build_model(
     kernels = choose_kernels(config.kernels, checkpoint.config, layout, device, dtype)
     if config.weights == "packed" and not kernels.packs(KINDS_4_BITS):
         raise InputError(
-            "weights=packed, but there is nothing here to multiply with them in this dtype: use auto",
+            "weights=packed, but nothing here multiplies with them in this dtype: in float32 it takes "
+            "kernels=native, and a machine that has them; or use weights=auto",
             "weights",
         )
     quantized = checkpoint.quantized
