@@ -267,8 +267,8 @@ def amx_kernels() -> NativeKernels:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 32, 33, 70])
-@pytest.mark.parametrize("width", [32, 96, 448])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 70])
+@pytest.mark.parametrize("width", [32, 448])
 def test_products_with_packed_weights(amx_kernels, kind, tokens, width):
     """Of several weights, one below the other, as exact as the rounding of their result."""
     parts = [quantized(kind, rows, width, rows) for rows in (48, 16, 96)]
@@ -308,8 +308,8 @@ def float32_kernels(request, tmp_path_factory) -> NativeFloat32Kernels:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 13, 64, 65, 150])
-@pytest.mark.parametrize("width", [32, 96, 448])
+@pytest.mark.parametrize("tokens", [1, 7, 13, 70])
+@pytest.mark.parametrize("width", [32, 448])
 def test_products_in_float32_with_packed_weights(float32_kernels, kind, tokens, width):
     """As exact as with the same weights dequantised, and the same for a row whatever is beside it."""
     parts = [quantized(kind, rows, width, rows) for rows in (48, 16, 96)]

@@ -76,14 +76,18 @@ def _unpack_32(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
         (scales,) = _halves(blocks[:, :2])
         return blocks[:, 2:], scales, torch.zeros_like(scales)
     head = 4 if kind.endswith("_1") else 2
-    scales, minimum = (*_halves(blocks[:, :head]), None)[:2]
-    zeros = torch.zeros_like(scales) if minimum is None else minimum
+    scales, *minimum = _halves(blocks[:, :head])
+    zeros = minimum[0] if minimum else torch.zeros_like(scales)
     integers = _nibbles(blocks[:, -16:]).flatten(1)
     if BITS[kind] == 4:
-        return integers, scales, zeros if minimum is None else minimum + 8 * scales
+        return integers, scales, zeros + 8 * scales if minimum else zeros
     fifth = (blocks[:, head : head + 4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     integers |= fifth.flatten(1) << 4
-    return integers if minimum is not None else integers - 16, scales, zeros
+    return (
+        integers if minimum else integers - 16,
+        scales,
+        zeros,
+    )  # below 0 it wraps, as int8 wants it
 
 
 def _unpack_256(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
