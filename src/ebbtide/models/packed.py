@@ -83,11 +83,9 @@ def _unpack_32(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
         return integers, scales, zeros + 8 * scales if minimum else zeros
     fifth = (blocks[:, head : head + 4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     integers |= fifth.flatten(1) << 4
-    return (
-        integers if minimum else integers - 16,
-        scales,
-        zeros,
-    )  # below 0 it wraps, as int8 wants it
+    if not minimum:
+        integers -= 16  # below 0 it wraps, as int8 wants it
+    return integers, scales, zeros
 
 
 def _unpack_256(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
