@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -80,3 +83,23 @@ def test_a_demo_that_is_told_to_end_takes_its_server_along(
     assert killed == list(map(str, folders))
     assert not folders[0].exists()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_server_that_is_still_starting_is_taken_along_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        return started[0]
+
+    def told_to_end(_: float) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(demo_restart.time, "sleep", told_to_end)
+    with pytest.raises(SystemExit):
+        demo_restart.Server([], tmp_path / "log")
+    assert started[0].poll() == -signal.SIGKILL

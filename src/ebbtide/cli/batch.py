@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -44,7 +44,7 @@ def run_batch(config: EngineConfig, source: str, target: str, overwrite: bool = 
 
     When interrupted, says how many lines are done, and raises KeyboardInterrupt.
     """
-    if overwrite and Path(source).resolve() == Path(target).resolve():
+    if overwrite and _are_one_file(source, target):
         raise InputError(f"{target} is the input itself: give the output another name")
     lines = _read(source)
     with _open(target, overwrite) as out:
@@ -61,6 +61,12 @@ def run_batch(config: EngineConfig, source: str, target: str, overwrite: bool = 
             done = f"{batch.written} of {len(lines)} lines are done"
             typer.echo(f"ebbtide: stopped; {done}{f', {where}' if batch.written else ''}", err=True)
             raise
+
+
+def _are_one_file(source: str, target: str) -> bool:
+    with suppress(OSError):  # one of them is not there, or no file
+        return Path(source).samefile(target)
+    return False
 
 
 @contextmanager

@@ -30,7 +30,11 @@ class Server:
         self._log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        self.url = self._wait_for_url()
+        try:
+            self.url = self._wait_for_url()
+        except BaseException:  # also where we are told to end meanwhile
+            self.kill()
+            raise
 
     def _wait_for_url(self) -> str:
         end = time.monotonic() + START_S
@@ -41,7 +45,6 @@ class Server:
             if self._process.poll() is not None:
                 break
             time.sleep(0.05)
-        self.kill()
         raise Failure(f"the server did not start: {self._log.read_text()[-500:].strip()}")
 
     def kill(self) -> None:
@@ -109,9 +112,8 @@ def _usage(said: dict[str, Any]) -> Usage:
 @contextmanager
 def lives(arguments: Sequence[str]) -> Iterator[Iterator[Server]]:
     """Servers one after the other, each killed before the next, on one directory that is removed at
-    the end, as by a signal."""
-    before = signal.signal(signal.SIGTERM, _end)
-    with tempfile.TemporaryDirectory(prefix="ebbtide-demo-") as folder:
+    the end, also where that is SIGTERM."""
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="ebbtide-demo-") as folder:
         log = Path(folder) / "log"
         living: list[Server] = []
 
@@ -127,8 +129,17 @@ def lives(arguments: Sequence[str]) -> Iterator[Iterator[Server]]:
         finally:
             for server in living:
                 server.kill()
-            signal.signal(signal.SIGTERM, before)
 
 
-def _end(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises ``SystemExit``, so that what was begun is put in order."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -18,12 +18,12 @@ from ebbtide.models.gates import gate
 from ebbtide.models.kernels import Norm, Rotation, TorchKernels
 from ebbtide.models.kv import KVLayout, KVMemory
 from ebbtide.models.packed import (
-    BITS,
     GROUP,
     PackedProduct,
     Quantized,
     TorchPacked,
     packs_4_bits,
+    packs_alike,
 )
 
 # Rows up to which packed weights are faster than the same in bfloat16. ms for the layers of a 135M model, 2
@@ -103,7 +103,7 @@ class NativeKernels:
         return Rotation(angles.cos() * scale, angles.sin() * scale)
 
     def packs(self, kinds: Collection[str]) -> bool:
-        return _of_one_size(kinds) if self._has_amx else packs_4_bits(kinds)
+        return packs_alike(kinds) if self._has_amx else packs_4_bits(kinds)
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
         return (
@@ -217,14 +217,10 @@ class NativeFloat32Kernels(TorchKernels):
         self._library = _declare(load())
 
     def packs(self, kinds: Collection[str]) -> bool:
-        return _of_one_size(kinds)
+        return packs_alike(kinds)
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
         return NativeFloat32Packed(self._library, parts, alone)
-
-
-def _of_one_size(kinds: Collection[str]) -> bool:
-    return len({BITS.get(kind) for kind in kinds}) == 1 and set(kinds) <= BITS.keys()
 
 
 class Tiles:

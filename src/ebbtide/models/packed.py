@@ -21,10 +21,8 @@ from ebbtide.models.dequantize import dequantize
 from ebbtide.models.gates import gate
 
 GROUP = 32
-KINDS_4_BITS = (
-    "Q4_0",
-    "Q4_1",
-)  # that PyTorch multiplies with, and for which no other form is needed
+# What PyTorch multiplies with, and what is enough without another form beside it.
+KINDS_4_BITS = ("Q4_0", "Q4_1")
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q5_K": 8, "Q8_0": 8}
 KINDS = tuple(BITS)
 ROW_MULTIPLE = 16  # of output rows, that all products want
@@ -108,6 +106,11 @@ def packs_4_bits(kinds: Collection[str]) -> bool:
     return set(kinds) <= set(KINDS_4_BITS) and hasattr(
         torch.ops.aten, "_weight_int4pack_mm_for_cpu"
     )
+
+
+def packs_alike(kinds: Collection[str]) -> bool:
+    """Whether weights of these formats have integers of one size, which compiled products multiply with."""
+    return {BITS.get(kind) for kind in kinds} in ({4}, {8})
 
 
 def can_stay_packed(kind: str, shape: Sequence[int]) -> bool:

@@ -235,15 +235,16 @@ def test_another_model_counts_and_goes_when_it_is_oldest(make: Make, tmp_path: P
     assert [status(other, chunk) for chunk in some(4)].count(Status.OK) == 1
 
 
-def test_a_start_with_less_than_the_floor_says_so(
+def test_a_tier_that_can_store_nothing_says_so_once(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make(floor=1 << 60).start()
-    (record,) = caplog.records
-    assert "its floor is 1099511627776 MiB: nothing new is stored" in record.getMessage()
-    caplog.clear()
-    make(floor=0).start()
+    tier = make(floor=1 << 60)
     assert not caplog.records
+    for chunk in some(3):
+        (result,) = tier.write([chunk.key], [chunk.buffer])
+        assert result.status is Status.FULL
+    (record,) = caplog.records
+    assert "no space above the floor of 1099511627776 MiB" in record.getMessage()
 
 
 def test_the_floor_is_kept(make: Make, tmp_path: Path) -> None:
@@ -431,6 +432,7 @@ def test_a_directory_that_is_gone_takes_the_tier_down_and_back(
     said = [record.getMessage() for record in caplog.records]
     assert [line.partition(":")[0] for line in said] == [
         "the file tier is down",
+        "the file tier could not store a chunk",
         "the file tier is back",
     ]
     write(tier, [Chunk(3)])

@@ -52,16 +52,18 @@ inlined void unpack(float *out, const uint8_t *packed, const float *scales, cons
     }
 }
 
-// sums [count, 16] += x [count, values] @ unpacked [values, 16]
+// sums [count, 16] += x [count, values] @ unpacked [values, 16], which is added up by itself: rounding errors
+// grow with the length of a sum.
 inlined void add_rows(float *sums, const float *x, i64 stride, const float *unpacked, i64 values,
                       const int count) {
     vector sum[TILE][VECTORS];
-    memcpy(sum, sums, count * 16 * sizeof *sums);
+    memset(sum, 0, count * 16 * sizeof *sums);
     for (i64 value = 0; value < values; value++)
         for (int row = 0; row < count; row++)
             for (int i = 0; i < VECTORS; i++)
                 sum[row][i] += x[row * stride + value] * *(const vector *)(unpacked + 16 * value + WIDTH * i);
-    memcpy(sums, sum, count * 16 * sizeof *sums);
+    for (int row = 0; row < count; row++)
+        for (int i = 0; i < VECTORS; i++) *(vector *)(sums + 16 * row + WIDTH * i) += sum[row][i];
 }
 
 // sums [rows, 16]: the products with one block of 16 outputs.

@@ -80,6 +80,7 @@ class FileTier:
         self._evictions = 0
         self._bad: set[bytes] = set()  # corrupt chunks whose files could not be removed
         self._is_loaded = False
+        self._was_refused = False  # a chunk, and that was said
         self._down = ""
         self._idle = threading.Condition()
         self._running = 0
@@ -101,14 +102,6 @@ class FileTier:
 
     def start(self) -> None:
         """Look at the directory now, on a thread, and from time to time."""
-        with contextlib.suppress(OSError):  # the first look finds out
-            free, floor = self._fs.free_bytes(self._root), self._settings.floor
-            if free < floor + self._files.size:
-                log.warning(
-                    "%s has %d MiB free, and its floor is %d MiB: nothing new is stored there, unless in the "
-                    "place of something old (free some space, or set a lower floor)",
-                    self._root, free >> 20, floor >> 20,
-                )  # fmt: skip
         self._watcher = threading.Thread(target=self._watch, name="file-tier", daemon=True)
         self._watcher.start()
 
@@ -239,14 +232,21 @@ class FileTier:
         try:
             is_new = self._make_room(part)
         except OSError as error:
-            return _failure(error)
+            return self._refused(error)
         try:
             self._files.write(part, header(self._space, key, buffer), buffer, is_new)
             self._publish(part, id)
         except OSError as error:
             self._abandon(part)
-            return _failure(error)
+            return self._refused(error)
         return OK
+
+    def _refused(self, error: OSError) -> Result:
+        """Of a chunk that could not be stored. The first is said: a tier may store nothing at all."""
+        if not self._was_refused:
+            log.warning("the file tier could not store a chunk: %s", _sentence(error))
+            self._was_refused = True
+        return _failure(error)
 
     def _make_room(self, part: str) -> bool:
         """Reserve the bytes of a file. Whether it is to be made: else ``part`` is a victim's file.
@@ -265,7 +265,12 @@ class FileTier:
                     raise OSError(errno.ENOSPC, "the file system has less free than the floor")
                 victim = self._index.victim()
                 if victim is None:
-                    raise OSError(errno.ENOSPC, "there is no chunk left to evict")
+                    why = (
+                        ""
+                        if free >= size
+                        else f", and no space above the floor of {self._settings.floor >> 20} MiB"
+                    )
+                    raise OSError(errno.ENOSPC, f"there is no chunk left to evict{why}")
                 can_reuse = victim[1] == size and room >= 0 and free >= 0
                 was_there = self._evict(*victim, part if can_reuse else None)
                 if can_reuse and was_there:
