@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -100,7 +100,7 @@ def test_only_names_of_settings_become_options() -> None:
 
 
 def _options(function: Callable[..., Any]) -> list[tuple[str, inspect.Parameter]]:
-    return list(inspect.signature(function).parameters.items())
+    return list(inspect.signature(function, eval_str=True).parameters.items())
 
 
 def test_every_option_is_documented_with_its_default() -> None:
@@ -108,9 +108,10 @@ def test_every_option_is_documented_with_its_default() -> None:
     for name, parameter in [*_options(_settings), *_options(tier_urls)]:
         row = re.search(rf"^\| `--{name.replace('_', '-')}` \| (.+?) \|", table, re.MULTILINE)
         assert row, name
-        if parameter.default is not None:
-            expected = "off" if parameter.default is False else str(parameter.default)
-            assert row[1].strip("`") == expected
+        shown = get_args(parameter.annotation)[-1].show_default
+        default = shown if isinstance(shown, str) else parameter.default
+        if default is not None:
+            assert row[1].strip("`") == ("off" if default is False else str(default))
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,11 +107,14 @@ def tier_urls(
         str | None, typer.Option(help="A directory for KV that outlives the process.")
     ] = None,
     disk_size: Annotated[
-        str | None, typer.Option(help="What it may take there.  [default: 20GiB]")
+        str | None, typer.Option(help="What it may take there.", show_default="20GiB")
     ] = None,
     disk_write: Annotated[
         str | None,
-        typer.Option(help="When KV goes there: write-through (the default), on-evict or off."),
+        typer.Option(
+            help="When KV goes there: write-through, on-evict or off.",
+            show_default="write-through",
+        ),
     ] = None,
     valkey: Annotated[
         str | None, typer.Option(help="A Valkey or Redis server for KV: valkey://host:6379/0.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from ebbtide.errors import InputError
 from ebbtide.offload.policies import DEFAULT_POLICY
@@ -93,23 +94,24 @@ class EngineConfig:
             "sync_load_bytes_max": 0,
             "max_step_retries": 0,
             "store_after": 1,
+            "max_length": 2,
+            "threads": 1,
         }
         for name, low in minimum.items():
             value = getattr(self, name)
-            if not isinstance(value, int):
+            if value is None and name in ("max_length", "threads"):
+                continue
+            if not isinstance(value, Integral):
                 raise InputError(f"{name} must be an integer, got {value!r}", name)
             if value < low:
                 raise InputError(f"{name} must be at least {low}, got {value}", name)
+        if self.threads is not None and self.threads > THREADS_MAX:
+            raise InputError(
+                f"threads must be {THREADS_MAX} at most, got {self.threads}", "threads"
+            )
         if isinstance(self.tiers, str):
             raise InputError(f"tiers must be a list of URLs, got one text: {self.tiers!r}", "tiers")
         for name in ("load_deadline_s", "lookup_deadline_s", "close_s"):
-            if not 0 < getattr(self, name) <= 1e6:
-                raise InputError(
-                    f"{name} must be above 0, and 1e6 at most, got {getattr(self, name)}", name
-                )
-        if self.max_length is not None and self.max_length < 2:
-            raise InputError(f"max_length must be at least 2, got {self.max_length}", "max_length")
-        if self.threads is not None and not 1 <= self.threads <= THREADS_MAX:
-            raise InputError(
-                f"threads must be from 1 to {THREADS_MAX}, got {self.threads}", "threads"
-            )
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0 < value <= 1e6:
+                raise InputError(f"{name} must be above 0, and 1e6 at most, got {value!r}", name)
