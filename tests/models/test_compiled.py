@@ -105,7 +105,7 @@ def test_a_library_without_amx_is_as_good(empty_cache, monkeypatch):
     script = 'exec gcc "$@" -mno-amx-bf16 -mno-amx-tile -mno-amx-int8'
     monkeypatch.setenv("CC", compiler(empty_cache, script))
     step = Step(config_with(), 16, [(300, 1), (64, 1), (290, 130)])
-    assert not step.kernels.packs_heads
+    assert not step.kernels.packs_alone
     torch.testing.assert_close(step.run().double(), step.expected(), atol=0.02, rtol=0.02)
 
 

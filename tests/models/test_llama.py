@@ -145,7 +145,7 @@ def test_products_with_fixed_weights(dtype, rows, activation):
     linear = Linear(weight, bias)
     torch.testing.assert_close(linear(x).float(), wide, **near)
     torch.testing.assert_close(linear.add(x, residual).float(), wide + residual.float(), **near)
-    product = GatedLinear(weight, up, activation=activation)
+    product = GatedLinear((weight, up), activation=activation)
     torch.testing.assert_close(product(x).float(), gated, **near)
 
 
@@ -157,7 +157,7 @@ def test_small_batches_in_float32(rows, activation):
     weight, up = torch.randn(2, 48, 32, generator=generator).to(torch.bfloat16)
     bias = torch.randn(48, generator=generator).to(torch.bfloat16)
     x = torch.randn(rows, 32, generator=generator)
-    linear, gated = Linear(weight, bias, True), GatedLinear(weight, up, True, activation)
+    linear, gated = Linear(weight, bias, True), GatedLinear((weight, up), True, activation)
     if not linear.takes_float32:
         pytest.skip("no such product on this machine")
     wide = functional.linear(x, weight.float(), bias.float())

@@ -16,7 +16,7 @@ from ebbtide.models.gates import gate
 from ebbtide.models.kernels import TorchKernels, TorchNorm
 from ebbtide.models.kv import KVLayout, KVMemory, layout_for
 from ebbtide.models.llama import LlamaModel
-from ebbtide.models.native import FLOAT32_ROWS_MAX, ROWS_MAX, NativeFloat32Kernels, NativeKernels
+from ebbtide.models.native import FLOAT32_ROWS_MAX, NativeFloat32Kernels, NativeKernels
 from ebbtide.models.packed import KINDS
 
 from .harness import (
@@ -267,20 +267,25 @@ def amx_kernels() -> NativeKernels:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 32, 33, 70])
-@pytest.mark.parametrize("width", [32, 96, 448])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 33, 300])
+@pytest.mark.parametrize("width", [32, 96, 704])
 def test_products_with_packed_weights(amx_kernels, kind, tokens, width):
-    """Of several weights, one below the other, as exact as the rounding of their result."""
+    """Of several weights, one below the other: as exact as the rounding of these, and of the result, to
+    bfloat16; and for a token the same whatever is beside it."""
     parts = [quantized(kind, rows, width, rows) for rows in (48, 16, 96)]
     width = parts[0].shape[1]
     x, residual = draw(tokens, width), draw(tokens, 160, seed=2)
     product = amx_kernels.pack(parts, alone=False)
-    exact = x.double() @ torch.cat([p.dequantize(torch.float32) for p in parts]).double().T
-    assert error(product(x), exact) < 3e-3
-    assert error(product(x, residual), exact + residual.double()) < 3e-3
-    assert torch.equal(product(x)[-1:], product(x[-1:].clone()))
-    assert product.pays_for(x) == (tokens <= ROWS_MAX)
-    assert amx_kernels.pack(parts, alone=True).pays_for(x)
+    weights = torch.cat([p.dequantize(torch.float32) for p in parts])
+    exact, rounded = (x.double() @ w.double().T for w in (weights, weights.to(BF16)))
+    found = product(x)
+    assert error(found, rounded) < 2.5e-3
+    assert error(found, exact) < 1.25 * error(rounded.to(BF16), exact)
+    assert error(product(x, residual), rounded + residual.double()) < 2.5e-3
+    for place in {0, tokens // 2, tokens - 1}:
+        assert torch.equal(product(x[place : place + 1])[0], found[place])
+    assert torch.equal(product(x[: tokens // 2 + 1]), found[: tokens // 2 + 1])
+    assert product.pays_for(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -289,9 +294,14 @@ def test_products_with_packed_weights(amx_kernels, kind, tokens, width):
 def test_gated_products_with_packed_weights(amx_kernels, kind, activation, tokens):
     parts = [quantized(kind, 48, 96, seed) for seed in (1, 2)]
     x = draw(tokens, parts[0].shape[1])
-    both = torch.cat([x.double() @ p.dequantize(torch.float32).double().T for p in parts], dim=1)
-    found = amx_kernels.pack(parts, alone=True).gated(x, activation)
-    assert error(found, gate(both, activation)) < 3e-3
+    exact, rounded = (
+        gate(torch.cat([x.double() @ p.dequantize(dtype).double().T for p in parts], 1), activation)
+        for dtype in (torch.float32, BF16)
+    )
+    product = amx_kernels.pack(parts, alone=True)
+    found = product.gated(x, activation)
+    assert error(found, exact) < 1.25 * error(rounded.to(BF16), exact)
+    assert torch.equal(product.gated(x[-1:], activation)[0], found[-1])
 
 
 @pytest.fixture(scope="module", params=["-march=native", "-mno-avx512f"])

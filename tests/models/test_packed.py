@@ -73,11 +73,11 @@ def test_products_are_as_exact_as_with_weights_in_bfloat16(
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_gated_products_are_those_of_the_dequantised_weights(alone: bool, tokens: int) -> None:
     gate, up = quantized("Q4_1", 32, 64, 1), quantized("Q4_1", 32, 64, 2)
-    wide = [None if alone else part.dequantize(torch.bfloat16) for part in (gate, up)]
+    wide = None if alone else tuple(part.dequantize(torch.bfloat16) for part in (gate, up))
     x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     exact = [x.double() @ part.dequantize(torch.float32).double().T for part in (gate, up)]
     expected = torch.nn.functional.silu(exact[0]) * exact[1]
-    found = GatedLinear(*wide, packed=TorchPacked([gate, up], alone))(x)
+    found = GatedLinear(wide, packed=TorchPacked([gate, up], alone))(x)
     assert error(found, expected) < 0.012
 
 

@@ -37,12 +37,12 @@ class Kernels(Protocol):
     """A device's own way to compute what is between the products, and products with packed weights. They are
     for one model and its KV, on one device, and used by one thread.
 
-    takes_float32: whether activations may be wider than the KV. packs_heads: whether packed weights are
-    enough for the output head, which is multiplied with as many rows as requests are sampled in a step.
+    takes_float32: whether activations may be wider than the KV. packs_alone: whether no other form
+    of a weight is needed beside the packed one, since it is the faster one for steps of any size.
     """
 
     takes_float32: bool
-    packs_heads: bool
+    packs_alone: bool
 
     def norm(self, weight: Tensor, eps: float) -> Norm: ...
 
@@ -99,7 +99,7 @@ class TorchNorm:
 
 class TorchKernels:
     takes_float32 = True
-    packs_heads = False
+    packs_alone = False
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         self._layout = layout

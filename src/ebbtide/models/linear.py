@@ -102,8 +102,8 @@ class Linear:
 
 
 class GatedLinear:
-    """``activation(x @ gate.T) * (x @ up.T)`` for x [rows, in], gate and up [out, in]: SwiGLU or GeGLU
-    (Shazeer 2020), the latter with GELU's tanh approximation (Hendrycks and Gimpel 2016).
+    """``activation(x @ gate.T) * (x @ up.T)`` for x [rows, in], weights gate and up [out, in]: SwiGLU or
+    GeGLU (Shazeer 2020), the latter with GELU's tanh approximation (Hendrycks and Gimpel 2016).
 
     In oneDNN's layout, both products carry their share of the elementwise work: for 1,024 rows of 576
     that takes 0.93 of the time of one product followed by two passes, for one row as long. Elsewhere
@@ -112,21 +112,21 @@ class GatedLinear:
 
     def __init__(
         self,
-        gates: Tensor | None,
-        ups: Tensor | None,
+        weights: tuple[Tensor, Tensor] | None,
         small_batches: bool = False,
         activation: Activation = "silu",
         packed: PackedProduct | None = None,
     ) -> None:
         self._activation = activation
         self._packed = packed
-        self._blocked = gates is not None and can_pack(gates)
-        both = None if gates is None or ups is None else torch.cat([gates, ups])
+        self._blocked = weights is not None and can_pack(weights[0])
+        both = None if weights is None else torch.cat(weights)
         self._half = pack_half(both, None) if small_batches and both is not None else None
         self._both = None if self._blocked else both
-        if gates is not None and ups is not None and self._blocked:
-            self._gate = torch.ops.mkldnn._reorder_linear_weight(gates.contiguous())
-            self._up = torch.ops.mkldnn._reorder_linear_weight(ups.contiguous())
+        if weights is not None and self._blocked:
+            self._gate, self._up = (
+                torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) for weight in weights
+            )
 
     @property
     def takes_float32(self) -> bool:

@@ -71,8 +71,8 @@ class LlamaModel:
     weights: Hugging Face names, any dtype; a name that is missing raises ``KeyError``. Rows of the
     query and key projections are in the half-split rotary order. quantized: some of these weights as the
     file has them. Projections all of whose parts are there stay packed, for steps of few tokens where
-    ``weights`` has them as well, else for all; the output head for all where the kernels say so. dtype: of
-    the other weights (None: the layout's). kernels: made for this model and layout (None: PyTorch's).
+    ``weights`` has them as well and the kernels want both, else for all. dtype: of the other weights
+    (None: the layout's). kernels: made for this model and layout (None: PyTorch's).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class LlamaModel:
         self._layers = [self._build_layer(i) for i in range(config.num_layers)]
         self._norm = self._get_norm("model.norm.weight")
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-        self._head = self._linear(head, packed_suffices=self.kernels.packs_heads)
+        self._head = self._linear(head)
         scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._embedding_scale = None if config.embedding_scale == 1 else scale
         self._frequencies = [
@@ -115,27 +115,32 @@ class LlamaModel:
         self._float32_tokens_max = SMALL_STEP_TOKENS if takes_float32 else 0
         del self._weights, self._quantized
 
-    def _pack(self, *names: str, alone: bool = False) -> PackedProduct | None:
+    def _pack(self, *names: str) -> PackedProduct | None:
         """These weights, one below the other, packed where all of them can be."""
-        parts = [self._quantized[name] for name in names if name in self._quantized]
-        if len(parts) < len(names) or not self.kernels.packs({part.kind for part in parts}):
-            return None
-        return self.kernels.pack(parts, alone or self._only_packed(*names))
+        return (
+            self.kernels.pack(self._parts(*names), self._only_packed(*names))
+            if self._packs(*names)
+            else None
+        )
+
+    def _parts(self, *names: str) -> list[Quantized]:
+        return [self._quantized[name] for name in names if name in self._quantized]
+
+    def _packs(self, *names: str) -> bool:
+        parts = self._parts(*names)
+        return len(parts) == len(names) and self.kernels.packs({part.kind for part in parts})
 
     def _only_packed(self, *names: str) -> bool:
-        return all(name in self._quantized and name not in self._weights for name in names)
+        return self._packs(*names) and (
+            self.kernels.packs_alone or not any(name in self._weights for name in names)
+        )
 
-    def _find(self, *names: str) -> Tensor | None:
-        """These weights, one below the other, as they are used; None where they are only packed."""
-        return None if self._only_packed(*names) else self._get(*names)
-
-    def _linear(self, *names: str, bias: bool = False, packed_suffices: bool = False) -> Linear:
+    def _linear(self, *names: str, bias: bool = False) -> Linear:
         """The product with these projections, one below the other."""
         weights = [f"{name}.weight" for name in names]
         biases = self._get(*(f"{name}.bias" for name in names)) if bias else None
-        packed = self._pack(*weights, alone=packed_suffices)
-        wide = None if packed is not None and packed_suffices else self._find(*weights)
-        return Linear(wide, biases, self._keeps_half, packed)
+        wide = None if self._only_packed(*weights) else self._get(*weights)
+        return Linear(wide, biases, self._keeps_half, self._pack(*weights))
 
     def _get(self, *names: str) -> Tensor:
         """These weights, one below the other, as they are used."""
@@ -181,8 +186,7 @@ class LlamaModel:
             output_norm=self._get_norm(after) if post else None,
             mlp_norm=self._get_norm(f"{prefix}pre_feedforward_layernorm.weight" if post else after),
             gate_up=GatedLinear(
-                self._find(gate),
-                self._find(up),
+                None if self._only_packed(gate, up) else (self._get(gate), self._get(up)),
                 self._keeps_half,
                 config.activation,
                 self._pack(gate, up),

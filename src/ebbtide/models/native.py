@@ -26,11 +26,9 @@ from ebbtide.models.packed import (
     packs_alike,
 )
 
-# Rows up to which packed weights are faster than the same in bfloat16. ms for the layers of a 135M model, 2
-# threads with AMX, Q4_0 and bfloat16: 3.8 and 10.7 for 8 rows, 8.5 and 10.8 for 32; 13.1 for 48.
-ROWS_MAX = 32
-# The same in float32: with AVX2 alone 13 and 34 for 8 rows, 36 and 44 for 32, 51 and 50 for 48; with AVX-512
-# 9 and 34, 23 and 43, 33 and 50.
+# Rows up to which packed weights are faster than the same in float32. ms for the layers of a 135M model, 2
+# threads, Q4_0 and float32: with AVX2 alone 13 and 34 for 8 rows, 36 and 44 for 32, 51 and 50 for 48; with
+# AVX-512 9 and 34, 23 and 43, 33 and 50.
 FLOAT32_ROWS_MAX = 48
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 EVERYTHING = 1 << 40  # a window that hides nothing
@@ -81,7 +79,7 @@ class NativeKernels:
         self._library = _declare(load())
         if not self._library.has_bf16():
             raise NoNativeKernels("this processor has no avx512_bf16")
-        self._has_amx = self.packs_heads = bool(self._library.has_amx())
+        self._has_amx = self.packs_alone = bool(self._library.has_amx())
         sizes = (
             config.num_heads,
             layout.kv_heads,
@@ -106,11 +104,7 @@ class NativeKernels:
         return packs_alike(kinds) if self._has_amx else packs_4_bits(kinds)
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
-        return (
-            NativePacked(self._library, parts, alone)
-            if self._has_amx
-            else TorchPacked(parts, alone)
-        )
+        return NativePacked(self._library, parts) if self._has_amx else TorchPacked(parts, alone)
 
     def plan_group(self, rows: list[Row], num_decodes: int, group: int) -> NativeGroup:
         layout = self._layout
@@ -224,22 +218,27 @@ class NativeFloat32Kernels(TorchKernels):
 
 
 class Tiles:
-    """Packed weights in blocks of 16 outputs, as ``products.c`` and ``products_float32.c`` say.
+    """Packed weights in blocks of 16 outputs, as ``products.c`` and, by input, ``products_float32.c`` say.
 
-    along: inputs that lie side by side. dtype: of scales and zeros.
+    dtype: of scales and zeros.
     """
 
-    def __init__(self, parts: Sequence[Quantized], along: int, dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[Quantized], by_input: bool, dtype: torch.dtype) -> None:
         integers, scales, zeros = map(torch.cat, zip(*(p.unpack() for p in parts), strict=True))
         self.outputs, width = integers.shape
         self.groups = width // GROUP
         self.bits = 8 if integers.dtype == torch.int8 else 4
         shape = self.outputs // 16, self.groups
-        tiles = integers.view(shape[0], 16, self.groups, GROUP // along, along)
-        self.weights = tiles.permute(0, 2, 3, 1, 4).reshape(*shape, 16 * GROUP)
-        if self.bits == 4:
-            low, high = self.weights.chunk(2, dim=2)
-            self.weights = low | (high << 4)
+        tiles = integers.view(shape[0], 16, self.groups, GROUP).transpose(1, 2)
+        if by_input:
+            tiles = tiles.transpose(2, 3)
+        if self.bits == 4 and by_input:
+            low, high = tiles.reshape(*shape, 2, 8 * GROUP).unbind(2)
+            tiles = low | high << 4
+        elif self.bits == 4:
+            first, second, third, fourth = tiles.view(*shape, 4, 4, GROUP).unbind(3)
+            tiles = torch.stack([first | second << 4, third | fourth << 4], dim=-1)
+        self.weights = tiles.reshape(*shape, -1)
         self.scales, own_zeros = (
             each.view(shape[0], 16, self.groups).transpose(1, 2).to(dtype).contiguous()
             for each in (scales, zeros)
@@ -255,13 +254,13 @@ class NativePacked:
     """``PackedProduct``, on AMX, in 0.56 or 0.63 bytes per weight of 4 bits (without zeros, or with
     them), 1.06 or 1.13 of 8."""
 
-    def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], alone: bool) -> None:
+    def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized]) -> None:
         self._multiply = library.multiply_packed
-        self._tiles = Tiles(parts, 2, torch.float16)
-        self._alone = alone
+        self._tiles = Tiles(parts, False, torch.float16)
+        self._addresses = self._tiles.addresses()
 
     def pays_for(self, x: Tensor) -> bool:
-        return self._alone or len(x) <= ROWS_MAX
+        return True
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         return self._run(x, self._tiles.outputs, added, 0)
@@ -272,10 +271,11 @@ class NativePacked:
     def _run(self, x: Tensor, outputs: int, added: Tensor | None, gated: int) -> Tensor:
         assert x.dtype == BF16
         assert added is None or _is_plain(added)
-        x, out = x.contiguous(), x.new_empty(len(x), outputs)
+        of, tokens, x = self._tiles, len(x), x.contiguous()
+        out, tiles = x.new_empty(tokens, outputs), x.new_empty(-(-tokens // 16) * 16, x.shape[1])
         self._multiply(
             out.data_ptr(), x.data_ptr(), None if added is None else added.data_ptr(),
-            *self._tiles.addresses(), len(x), self._tiles.groups, outputs, self._tiles.bits, gated,
+            tiles.data_ptr(), *self._addresses, tokens, of.groups, outputs, of.bits, gated,
         )  # fmt: skip
         return out
 
@@ -286,7 +286,7 @@ class NativeFloat32Packed:
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], alone: bool) -> None:
         self._multiply = library.multiply_packed_float32
-        self._tiles = Tiles(parts, 1, torch.float32)
+        self._tiles = Tiles(parts, True, torch.float32)
         self._alone = alone
 
     def pays_for(self, x: Tensor) -> bool:
@@ -323,7 +323,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "rotate_and_write": [at] * 6 + [count] * 2,
         "attend_decode": [at] * 7 + [count] * 2,
         "attend_prefill": [at] * 6 + [count] * 4,
-        "multiply_packed": [at] * 6 + [count] * 3 + [ctypes.c_int] * 2,
+        "multiply_packed": [at] * 7 + [count] * 3 + [ctypes.c_int] * 2,
     }
     for name, types in arguments.items():
         if hasattr(library, name):  # else this processor cannot have it

@@ -84,6 +84,31 @@ inlined Layer layer_of(const bf16 *kv, const i64 *shape, i64 slot) {
 
 #ifdef HAS_AMX
 
+// 16 lines of 16 values of 32 bits.
+inlined void transpose(__m512i x[16]) {
+    __m512i y[16];
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+        }
+    for (int j = 0; j < 4; j++) {  // now a quarter of x[4 * i + j] is of columns j, j + 4, j + 8, j + 12
+        __m512i even[2], odd[2];
+        for (int i = 0; i < 2; i++) {
+            even[i] = _mm512_shuffle_i32x4(x[8 * i + j], x[8 * i + j + 4], 0x88);
+            odd[i] = _mm512_shuffle_i32x4(x[8 * i + j], x[8 * i + j + 4], 0xdd);
+        }
+        x[j] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
+        x[j + 4] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
+        x[j + 8] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+        x[j + 12] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+    }
+}
+
 // How AMX's tiles are set up. Whoever uses them sets them up anew: oneDNN, too, looks first at how they are.
 typedef struct {
     uint8_t palette, start_row, reserved[14];
