@@ -169,10 +169,11 @@ class Driver:
         num_blocks: int = 256,
         dtype: torch.dtype = torch.float32,
         failing: Iterable[int] = (),
+        model: LlamaModel | None = None,
     ) -> None:
         self.layout = layout_for(config, block_size, dtype)
         self.kv = KVMemory(self.layout, num_blocks, "cpu")
-        self.model = LlamaModel(config, weights, self.layout)
+        self.model = model or LlamaModel(config, weights, self.layout)
         self.loads: list[Transfer] = []
         self._failing = set(failing)
         self.executor = TorchExecutor(self.model, self.kv, self._load)

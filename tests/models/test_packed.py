@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from ebbtide.models.packed import (
 )
 
 from . import tiny_files
-from .harness import GREEDY, error, quantized
+from .harness import GREEDY, Driver, error, quantized
 
 CPU = torch.device("cpu")
 TOKENS = (1, TOKENS_MAX, TOKENS_MAX + 1, TOKENS_MAX_ALONE + 1)
@@ -196,3 +197,46 @@ def test_without_a_product_for_them_packed_weights_are_refused(tmp_path: Path) -
     config = EngineConfig(weights="packed", kernels="torch")
     with pytest.raises(InputError, match="nothing here multiplies with them in this dtype"):
         build_model(config, checkpoint, layout, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("block_size", [16, 24])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_with_amx_a_step_has_no_part_in_what_a_token_becomes(
+    architecture: str, block_size: int, tmp_path: Path
+) -> None:
+    """In bfloat16, bit for bit: fed at once, in chunks, alone, among others, with windows that slide."""
+    window = {"sliding_window": 70} if architecture == "gemma3" else {}
+    made = tiny_files.model(architecture, head_dim=64, hidden_size=256, vocab_size=320, **window)
+    path = tmp_path / "model.gguf"
+    tiny_files.write_gguf(path, architecture, made, Kind.Q4_1)
+    checkpoint = load_checkpoint(str(path), torch.bfloat16, form=Form.PACKED)
+    layout = layout_for(checkpoint.config, block_size, torch.bfloat16)
+    kernels = choose_kernels("auto", checkpoint.config, layout, CPU, torch.bfloat16)
+    if not kernels.packs_alone:
+        pytest.skip("no compiled kernels with AMX here")
+    model = build_model(EngineConfig(), checkpoint, layout, CPU, torch.bfloat16)
+    prompt = [7 * i % 320 for i in range(400)]
+
+    def logits_of(lengths: Sequence[int], others: Sequence[int] = ()) -> dict[int, torch.Tensor]:
+        """Those after each chunk of the prompt; beside it, prompts of these lengths are fed."""
+        driver = Driver(checkpoint.config, {}, block_size, 400, torch.bfloat16, model=model)
+        request, found = driver.add(prompt), {}
+        for length in lengths:
+            rows = [driver.row(driver.add(prompt[5:]), other) for other in others]
+            rows.insert(len(others) // 2, driver.row(request, length))
+            rows = [row._replace(sampling=GREEDY) for row in rows]
+            logits = model.forward(model.plan(rows, {}), driver.kv)
+            found[request.fed] = logits[len(others) // 2]
+        driver.close()
+        return found
+
+    with torch.inference_mode():
+        expected = logits_of([1] * 400)
+        for lengths, others in (
+            ([400], ()),
+            ([399, 1], ()),
+            ([7, 64, 1, 1, 200, 33, 94], (1, 30, 1)),
+            ([256, 144], (1,) * 17),
+        ):
+            for position, logits in logits_of(lengths, others).items():
+                assert torch.equal(logits, expected[position]), (lengths, position)

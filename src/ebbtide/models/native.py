@@ -4,6 +4,7 @@ what is between the products, in one pass each, and attention that reads KV bloc
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ebbtide.core.plan import Row
 from ebbtide.models.attention import Prefill, attend_prefills, places_of, plan_prefills
-from ebbtide.models.compiled import SPLIT, NoNativeKernels, load
+from ebbtide.models.compiled import NoNativeKernels, load
 from ebbtide.models.config import Activation, ModelConfig
 from ebbtide.models.gates import gate
 from ebbtide.models.kernels import Norm, Rotation, TorchKernels
@@ -80,6 +81,7 @@ class NativeKernels:
         if not self._library.has_bf16():
             raise NoNativeKernels("this processor has no avx512_bf16")
         self._has_amx = self.packs_alone = bool(self._library.has_amx())
+        self._part = self._library.part_size()
         sizes = (
             config.num_heads,
             layout.kv_heads,
@@ -108,27 +110,25 @@ class NativeKernels:
 
     def plan_group(self, rows: list[Row], num_decodes: int, group: int) -> NativeGroup:
         layout = self._layout
-        spec, size = layout.groups[group], layout.block_size
+        spec = layout.groups[group]
         blocks: list[int] = []
         decodes: list[int] = []
         parts = 0
         for row in rows[:num_decodes]:
-            first, ids = row.tables[group]
-            begin = (low := spec.first_visible(row.start)) // size
-            decodes += [len(blocks), low - begin * size, row.end - begin * size, parts]
-            parts += -(-(row.end - low) // SPLIT)
-            blocks += ids[begin - first : row.start // size + 1 - first]
+            origin, ids = self._seen(row, group)
+            low, high = spec.first_visible(row.start) - origin, row.end - origin
+            decodes += [len(blocks), low, high, parts]
+            parts += -(-high // self._part) - low // self._part
+            blocks += ids
         decodes += [len(blocks), 0, 0, parts]
         prompts, prefills = [], ()
         if self._has_amx:
             token = num_decodes
             for row in rows[num_decodes:]:
-                first, ids = row.tables[group]
-                begin = spec.first_visible(row.start) // size
-                seen = ids[begin - first : (row.end - 1) // size + 1 - first]
-                table = torch.tensor(seen, device=CPU)
+                origin, ids = self._seen(row, group)
                 queries = row.end - row.start
-                prompts.append(PromptRow(token, queries, row.end - begin * size, table))
+                table = torch.tensor(ids, device=CPU)
+                prompts.append(PromptRow(token, queries, row.end - origin, table))
                 token += queries
         else:
             prefills = plan_prefills(rows, num_decodes, group, layout, CPU)
@@ -142,6 +142,15 @@ class NativeKernels:
             tuple(prompts),
             prefills,
         )
+
+    def _seen(self, row: Row, group: int) -> tuple[int, list[int]]:
+        """The blocks from which a row reads or to which it writes, and the position where they begin: a
+        part begins there, too. Before those that there are, some that are not read."""
+        size, (first, ids) = self._layout.block_size, row.tables[group]
+        begin = self._layout.groups[group].first_visible(row.start) // size
+        origin = begin - begin % (math.lcm(size, self._part) // size)
+        seen = ids[begin - first : (row.end - 1) // size + 1 - first]
+        return origin * size, [0] * (begin - origin) + seen
 
     def attend(
         self,

@@ -1,18 +1,10 @@
-// Attention that reads KV blocks where they are: of decode rows, and, with AMX, of prompts.
+// Attention of decode rows that reads KV blocks where they are, without AMX.
 
 #include "native.h"
 
-#ifdef HAS_BF16
+#if defined HAS_BF16 && !defined HAS_AMX
 
-// Where the keys of all heads of positions [first, first + count) are; the values of each follow its keys.
-inlined void locate(const bf16 **keys, const Layer *of, const i64 *table, i64 first, i64 count) {
-    i64 width = 2 * of->kv_heads * of->dim, block = first / of->block_size, in_block = first % of->block_size;
-    while (count > 0) {
-        i64 run = (table[block++] * of->slots + of->slot) * of->block_size;
-        for (; count > 0 && in_block < of->block_size; count--) *keys++ = of->kv + (run + in_block++) * width;
-        in_block = 0;
-    }
-}
+int part_size(void) { return SPLIT; }
 
 #define LANES 64  // of a head that are summed at a time
 
@@ -61,14 +53,14 @@ inlined void add_weighted(float *sums, i64 sums_stride, const float *weights, co
 // A decode row's positions are attended to in parts, so that all threads have work (Dao et al. 2023,
 // Flash-Decoding), and a part is the same whatever else is in the step:
 //
-//     low             low + SPLIT         low + 2 * SPLIT   high
-//     |---- part 0 ------|---- part 1 ------|---- part 2 ---|
+//     low     SPLIT             2 * SPLIT         3 * SPLIT    high
+//     |- part 0 -|---- part 1 ------|---- part 2 ------|- part 3 -|
 //
-// One row over up to SPLIT positions from `first` on, of [.., last), while those that follow are fetched.
+// One row over the positions of its part from `first` on, of [.., last), while those that follow are fetched.
 // part: per head, dim sums, the largest score, the sum of weights.
 static void attend_part(float *part, const Layer *of, const bf16 *query, const i64 *table, i64 first,
                         i64 last) {
-    i64 count = min_of(SPLIT, last - first), group = of->heads / of->kv_heads, dim = of->dim;
+    i64 count = min_of(SPLIT - first % SPLIT, last - first), group = of->heads / of->kv_heads, dim = of->dim;
     i64 width = 2 * of->kv_heads * dim;
     i64 following = min_of(SPLIT, last - first - count);
     const bf16 *keys[SPLIT], *next[SPLIT];
@@ -149,7 +141,7 @@ void attend_decode(bf16 *out, const bf16 *qkv, const bf16 *kv, float *parts, con
                 if (rows[4 * middle + 3] <= part) row = middle; else end = middle;
             }
             const i64 *own = rows + 4 * row;
-            i64 first = own[1] + (part - own[3]) * SPLIT;
+            i64 first = max_of(own[1], (own[1] / SPLIT + part - own[3]) * SPLIT);
             attend_part(parts + part * width, &of, qkv + row * stride, tables + own[0], first, own[2]);
         }
 #pragma omp for
@@ -160,192 +152,5 @@ void attend_decode(bf16 *out, const bf16 *qkv, const bf16 *kv, float *parts, con
         }
     }
 }
-
-#ifdef HAS_AMX
-
-#define QUERIES 32  // of a tile
-#define KEYS 256    // whose scores are in the first-level cache
-
-// Keys of 16 positions and values of 32, as AMX wants its right-hand side: pairs along the summed axis.
-// Positions before `low`, which no query sees, and those from `keys` on are zeros.
-static void pack(bf16 *packed_keys, bf16 *packed_values, const Layer *of, const i64 *table, i64 first,
-                 i64 low, i64 keys, i64 kv_head) {
-    static const bf16 nothing[32];
-    const bf16 *at[32];
-    i64 dim = of->dim, values = of->kv_heads * dim;
-    i64 count = min_of(32, keys - first);
-    locate(at, of, table, first, count);
-    for (i64 i = 0; i < 32; i++)
-        at[i] = i < count && first + i >= low ? at[i] + kv_head * dim : NULL;
-    const __m512i places = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208,
-                                             224, 240);
-    for (i64 half = 0; half < 2; half++)
-        for (i64 part = 0; part < dim; part += 32) {
-            uint32_t square[256] aligned;
-            for (i64 i = 0; i < 16; i++) {
-                const bf16 *key = at[16 * half + i];
-                _mm512_store_si512(square + 16 * i, _mm512_loadu_si512(key ? key + part : nothing));
-            }
-            for (i64 pair = 0; pair < 16; pair++)
-                _mm512_storeu_si512(packed_keys + (half * dim + part) * 16 + pair * 32,
-                                    _mm512_i32gather_epi32(places, square + pair, 4));
-        }
-    for (i64 lane = 0; lane < dim; lane += 16)
-        for (i64 pair = 0; pair < 16; pair++) {
-            const bf16 *a = at[2 * pair], *b = at[2 * pair + 1];
-            a = a ? a + values + lane : nothing;
-            b = b ? b + values + lane : nothing;
-            __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)a));
-            __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)b));
-            _mm512_storeu_si512(packed_values + lane * 32 + pair * 32,
-                                _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-        }
-}
-
-// Weights of one query over `count` keys, of which it sees [low, high). Returns what earlier sums shrink by.
-inlined float weigh_some(bf16 *weights, const float *scores, i64 count, i64 low, i64 high, float scale,
-                         float *largest, float *total, const int sees_all) {
-    __mmask16 seen[KEYS / 16];
-    for (i64 i = 0; i < count / 16; i++) {
-        i64 from = max_of(0, min_of(16, low - 16 * i)), to = max_of(0, min_of(16, high - 16 * i));
-        seen[i] = sees_all ? 0xffff : (1u << to) - (1u << min_of(from, to));
-    }
-    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps(), scales = _mm512_set1_ps(scale);
-    for (i64 i = 0; i < count / 16; i++)
-        most = _mm512_mask_max_ps(most, seen[i], most, _mm512_loadu_ps(scores + 16 * i));
-    float before = *largest, now = fmaxf(before, _mm512_reduce_max_ps(most) * scale);
-    __m512 top = _mm512_set1_ps(now);
-    for (i64 i = 0; i < count / 16; i++) {
-        __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(scores + 16 * i), scales, top));
-        weight = _mm512_maskz_mov_ps(seen[i], weight);
-        sum = _mm512_add_ps(sum, weight);
-        narrow(weights + 16 * i, weight);
-    }
-    *largest = now;
-    if (before == now) {
-        *total += _mm512_reduce_add_ps(sum);
-        return 1;
-    }
-    float shrink = exp2f(before - now);
-    *total = *total * shrink + _mm512_reduce_add_ps(sum);
-    return shrink;
-}
-
-static float weigh(bf16 *weights, const float *scores, i64 count, i64 low, i64 high, float scale,
-                   float *largest, float *total) {
-    if (low <= 0 && high >= KEYS) return weigh_some(weights, scores, KEYS, 0, KEYS, scale, largest, total, 1);
-    return weigh_some(weights, scores, count, low, high, scale, largest, total, 0);
-}
-
-// Queries [first, first + QUERIES) of one head over all that they see. Online softmax: Milakov and
-// Gimelshein 2018; tiles: Dao 2023 (FlashAttention-2).
-static void attend_tile(bf16 *out, const bf16 *query, const bf16 *packed_keys, const bf16 *packed_values,
-                        i64 first, i64 queries, i64 keys, i64 window, i64 dim, i64 stride, i64 out_stride,
-                        float scale) {
-    i64 rows = min_of(QUERIES, queries - first), past = keys - queries + first;
-    bf16 q[QUERIES * dim] aligned, weights[QUERIES * KEYS] aligned;
-    float sums[QUERIES * dim] aligned, scores[QUERIES * KEYS] aligned;
-    float largest[QUERIES], total[QUERIES];
-    memset(q, 0, sizeof q);
-    memset(weights, 0, sizeof weights);
-    memset(sums, 0, sizeof sums);
-    for (i64 i = 0; i < rows; i++) {
-        memcpy(q + i * dim, query + (first + i) * stride, 2 * dim);
-        largest[i] = -1e30f;
-        total[i] = 0;
-    }
-    for (i64 key = max_of(0, past - window + 1) / 32 * 32; key < past + rows; key += KEYS) {
-        i64 count = min_of(KEYS, (past + rows - key + 31) / 32 * 32);
-        for (i64 at = 0; at < count; at += 32) {
-            const bf16 *low = packed_keys + (key + at) * dim, *high = low + 16 * dim;
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            for (i64 part = 0; part < dim; part += 32) {
-                _tile_loadd(4, q + part, 2 * dim);
-                _tile_loadd(5, q + 16 * dim + part, 2 * dim);
-                _tile_loadd(6, low + part * 16, 64);
-                _tile_loadd(7, high + part * 16, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(0, scores + at, 4 * KEYS);
-            _tile_stored(1, scores + at + 16, 4 * KEYS);
-            _tile_stored(2, scores + 16 * KEYS + at, 4 * KEYS);
-            _tile_stored(3, scores + 16 * KEYS + at + 16, 4 * KEYS);
-        }
-        for (i64 i = 0; i < rows; i++) {
-            i64 high = past + i + 1 - key;
-            float shrink = weigh(weights + i * KEYS, scores + i * KEYS, count, high - window, high, scale,
-                                 largest + i, total + i);
-            if (shrink != 1)
-                for (i64 lane = 0; lane < dim; lane++) sums[i * dim + lane] *= shrink;
-        }
-        for (i64 lane = 0; lane < dim; lane += 32) {
-            float *low = sums + lane, *high = sums + 16 * dim + lane;
-            _tile_loadd(0, low, 4 * dim);
-            _tile_loadd(1, low + 16, 4 * dim);
-            _tile_loadd(2, high, 4 * dim);
-            _tile_loadd(3, high + 16, 4 * dim);
-            for (i64 at = 0; at < count; at += 32) {
-                const bf16 *values = packed_values + (key + at) * dim + lane * 32;
-                _tile_loadd(4, weights + at, 2 * KEYS);
-                _tile_loadd(5, weights + 16 * KEYS + at, 2 * KEYS);
-                _tile_loadd(6, values, 64);
-                _tile_loadd(7, values + 512, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(0, low, 4 * dim);
-            _tile_stored(1, low + 16, 4 * dim);
-            _tile_stored(2, high, 4 * dim);
-            _tile_stored(3, high + 16, 4 * dim);
-        }
-    }
-    for (i64 i = 0; i < rows; i++) {
-        __m512 share = _mm512_set1_ps(1 / total[i]);
-        for (i64 lane = 0; lane < dim; lane += 16)
-            narrow(out + (first + i) * out_stride + lane,
-                   _mm512_mul_ps(_mm512_load_ps(sums + i * dim + lane), share));
-    }
-}
-
-// The last `queries` of `keys` positions over those up to `window` before them. table: the blocks of these
-// positions. packed: scratch, [2, kv_heads, keys rounded up to 32, dim].
-void attend_prefill(bf16 *out, const bf16 *qkv, const bf16 *kv, bf16 *packed, const i64 *shape,
-                    const i64 *table, i64 queries, i64 keys, i64 window, i64 slot) {
-    Layer of = layer_of(kv, shape, slot);
-    i64 stride = (of.heads + 2 * of.kv_heads) * of.dim, squares = (keys + 31) / 32;
-    i64 size = squares * 32 * of.dim, tiles = (queries + QUERIES - 1) / QUERIES;
-    i64 low = keys - queries - window + 1;
-    bf16 *values = packed + of.kv_heads * size;
-    static const TileConfig config = {
-        1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-#pragma omp parallel
-    {
-        _tile_loadconfig(&config);
-#pragma omp for
-        for (i64 at = 0; at < squares * of.kv_heads; at++) {
-            i64 square = at / of.kv_heads, head = at % of.kv_heads;
-            i64 place = head * size + square * 32 * of.dim;
-            pack(packed + place, values + place, &of, table, square * 32, low, keys, head);
-        }
-#pragma omp for schedule(dynamic)
-        for (i64 at = 0; at < tiles * of.heads; at++) {
-            i64 tile = tiles - 1 - at / of.heads, head = at % of.heads;  // those that see most first
-            i64 place = head / (of.heads / of.kv_heads) * size;
-            attend_tile(out + head * of.dim, qkv + head * of.dim, packed + place, values + place,
-                        tile * QUERIES, queries, keys, window, of.dim, stride, of.heads * of.dim, of.scale);
-        }
-        _tile_release();
-    }
-}
-
-#endif
 
 #endif

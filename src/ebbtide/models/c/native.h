@@ -80,6 +80,16 @@ inlined Layer layer_of(const bf16 *kv, const i64 *shape, i64 slot) {
     return (Layer){kv, shape[0], shape[1], shape[2], shape[3], shape[4], slot, scale};
 }
 
+// Where the keys of all heads of positions [first, first + count) are; the values of each follow its keys.
+inlined void locate(const bf16 **keys, const Layer *of, const i64 *table, i64 first, i64 count) {
+    i64 width = 2 * of->kv_heads * of->dim, block = first / of->block_size, in_block = first % of->block_size;
+    while (count > 0) {
+        i64 run = (table[block++] * of->slots + of->slot) * of->block_size;
+        for (; count > 0 && in_block < of->block_size; count--) *keys++ = of->kv + (run + in_block++) * width;
+        in_block = 0;
+    }
+}
+
 #endif
 
 #ifdef HAS_AMX
