@@ -1,6 +1,6 @@
-"""Are the tokens the same with everything on and everything failing? In float32, on the real model.
+"""Are the tokens the same with everything on and everything failing? On the real model.
 
-    python benchmarks/exactness.py [--conversations 50] [--seed 1] [--model MODEL]
+    python benchmarks/exactness.py [--dtype float32] [--conversations 50] [--seed 1] [--model MODEL]
 
 The reference: every turn of every conversation by itself, one after the other, with no cache at all.
 Then the same turns by concurrent clients, in engines whose device pool and host tier are far too
@@ -11,6 +11,7 @@ may be left. Exits with 1 otherwise, and where a fault or a path of recovery was
 In float32 a logit still depends a little on what else is in its batch (about 1e-5 here), so a token
 can hang on a hair: two best logits, or the edge of top_p, that close. The reference finds such tokens
 by adding noise to its logits, and a difference is reported with what it hangs on.
+In bfloat16 a logit depends on nothing else where packed weights are multiplied on AMX, and on much elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from unittest.mock import patch
 
-import numpy as np
+import torch
 from rich.console import Console
 
 import ebbtide.engine.engine
@@ -42,6 +43,8 @@ from ebbtide.models.kv import KVMemory
 from ebbtide.offload.arena import Arena
 from ebbtide.offload.mover import move
 from ebbtide.testing.invariants import check_drained
+
+NAN = 255  # bytes that are no number in any of the types
 
 # --- faults -----------------------------------------------------------------------------------
 
@@ -101,7 +104,7 @@ class Faults:
 
     def move(self, transfer: Transfer, arena: Arena, memory: KVMemory) -> TransferResult:
         """Move the bytes, or fail, or do harm, now or later."""
-        dice, blocks = self._dice, memory.blocks.numpy()
+        dice, blocks = self._dice, memory.blocks.view(torch.uint8).numpy()
         is_load = transfer.direction is Direction.LOAD
         if dice.strikes("slow"):
             time.sleep(random.Random(transfer.id).uniform(0, SLOW_S))
@@ -109,7 +112,7 @@ class Faults:
         if is_load and beside and dice.strikes("load_late"):
             time.sleep(self._late_s)
         if is_load and dice.strikes("load_error"):
-            blocks[list(transfer.blocks)] = np.nan
+            blocks[list(transfer.blocks)] = NAN
             return TransferResult(transfer, "injected")
         if not is_load and dice.strikes("store_error"):
             arena.slot(transfer.slot, 0, len(transfer.blocks))[:] = 0xFF
@@ -123,7 +126,7 @@ class Faults:
                 else:
                     _mark(self._bad_slots, place, block in self._bad_blocks)
             if is_load and dice.strikes("load_garbage"):
-                blocks[list(transfer.blocks)] = np.nan
+                blocks[list(transfer.blocks)] = NAN
                 self._bad_blocks.update(transfer.blocks)
         return result
 
@@ -175,14 +178,14 @@ def blocks_read(row: Row, size: int, first_visible: Sequence[Callable[[int], int
 
 def spoil_written(plan: StepPlan, memory: KVMemory) -> None:
     """What the plan loaded and wrote turns to garbage."""
-    blocks, size = memory.blocks.numpy(), memory.layout.block_size
+    blocks, size = memory.blocks.view(torch.uint8).numpy(), memory.layout.block_size
     for load in plan.loads:
-        blocks[list(load.blocks)] = np.nan
+        blocks[list(load.blocks)] = NAN
     for row in plan.rows:
         for first, table in row.tables:
             for position in range(row.start, row.end):
                 index, offset = divmod(position, size)
-                blocks[table[index - first], :, offset] = np.nan
+                blocks[table[index - first], :, offset] = NAN
 
 
 # --- clients ----------------------------------------------------------------------------------
@@ -438,6 +441,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, help="1 is fastest where other work has the cores")
     args = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True)
@@ -446,7 +450,7 @@ def main() -> None:
     traffic = Traffic(conversations=args.conversations)
     plain = {
         "model": args.model,
-        "dtype": "float32",
+        "dtype": args.dtype,
         "device": "cpu",
         "threads": args.threads,
         "max_length": 2048,

@@ -281,7 +281,8 @@ class NativePacked:
         assert x.dtype == BF16
         assert added is None or _is_plain(added)
         of, tokens, x = self._tiles, len(x), x.contiguous()
-        out, tiles = x.new_empty(tokens, outputs), x.new_empty(-(-tokens // 16) * 16, x.shape[1])
+        out = x.new_empty(tokens, outputs)
+        tiles = x if tokens == 1 else x.new_empty(-(-tokens // 16) * 16, x.shape[1])
         self._multiply(
             out.data_ptr(), x.data_ptr(), None if added is None else added.data_ptr(),
             tiles.data_ptr(), *self._addresses, tokens, of.groups, outputs, of.bits, gated,
