@@ -162,7 +162,8 @@ class NativeKernels:
         out: Tensor,
     ) -> None:
         assert isinstance(plan, NativeGroup)
-        assert _is_plain(qkv, out)
+        assert _is_plain(qkv)
+        assert _is_plain(out)
         library, sizes, memory = self._library, self._sizes.data_ptr(), kv.blocks.data_ptr()
         cos, sin = (t.data_ptr() for t in rotation) if rotation else (None, None)
         queries, results = qkv.data_ptr(), out.data_ptr()
@@ -197,7 +198,7 @@ class NativeNorm:
         self._width = weight.shape[-1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = x.new_empty(x.shape)
         self._run(out, x.contiguous())
         return out
 
@@ -316,8 +317,8 @@ class NativeFloat32Packed:
         return gate(self(x), activation)
 
 
-def _is_plain(*tensors: Tensor) -> bool:
-    return all(each.dtype == BF16 and each.is_contiguous() for each in tensors)
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype == BF16 and tensor.is_contiguous()
 
 
 def _grown(scratch: Tensor, size: int) -> Tensor:
