@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from ebbtide.core.plan import Row, Table
+from ebbtide.models import native
 from ebbtide.models.compiled import NoNativeKernels
 from ebbtide.models.gates import gate
 from ebbtide.models.kernels import TorchKernels, TorchNorm
@@ -254,6 +255,21 @@ def test_a_decode_row_is_the_same_whatever_is_beside_it_and_whoever_computes(thr
             assert torch.equal(step.run()[0], found[place])
     finally:
         torch.set_num_threads(before)
+
+
+@needs_native
+def test_a_system_that_refuses_amx_is_told(monkeypatch):
+    library = native.load()
+
+    class Refusing:
+        has_amx = staticmethod(lambda: -1)
+
+        def __getattr__(self, name):
+            return getattr(library, name)
+
+    monkeypatch.setattr(native, "load", Refusing)
+    with pytest.raises(NoNativeKernels, match="does not let this process use AMX"):
+        kernels_of(config_with())
 
 
 @pytest.fixture(scope="module")

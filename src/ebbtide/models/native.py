@@ -80,7 +80,9 @@ class NativeKernels:
         self._library = _declare(load())
         if not self._library.has_bf16():
             raise NoNativeKernels("this processor has no avx512_bf16")
-        self._has_amx = self.packs_alone = bool(self._library.has_amx())
+        if (amx := self._library.has_amx()) < 0:
+            raise NoNativeKernels("the system does not let this process use AMX")
+        self._has_amx = self.packs_alone = amx > 0
         self._part = self._library.part_size()
         sizes = (
             config.num_heads,

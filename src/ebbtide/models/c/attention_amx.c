@@ -1,23 +1,23 @@
-// Attention that reads KV blocks where they are, with AMX. A query's result is the same whatever is beside it,
-// be it part of a prompt or a decode row:
+// Attention that reads KV blocks where they are, with AMX. A query's result is the same whatever is beside
+// it, be it part of a prompt or a decode row:
 //
-//     positions | part 0: KEYS of them | part 1 | ..     from the start of the sequence, but for whole periods
+//     positions of a sequence | part 0: KEYS of them | part 1 | ..
 //
-// Over each part that it sees a query has sums of its own, which are then merged from the first part on. Tiles:
-// Dao 2023 (FlashAttention-2); parts: Dao et al. 2023 (Flash-Decoding).
+// Over each part that it sees a query has sums of its own, which are then merged from the first part on.
+// Tiles: Dao 2023 (FlashAttention-2); parts: Dao et al. 2023 (Flash-Decoding).
 
 #include "native.h"
 
 #ifdef HAS_AMX
 
-#define QUERIES 32  // of a tile
-#define KEYS 256    // of a part, whose scores are in the first-level cache
-#define NONE -1e30f // the largest of no scores
+#define QUERIES 32   // of a tile
+#define KEYS 256     // of a part, whose scores are in the first-level cache
+#define NONE -1e30f  // the largest of no scores
 
 int part_size(void) { return KEYS; }
 
-// One KV head's keys and values of 32 positions, as AMX wants its right-hand side: pairs along the summed axis.
-// rows: where the keys of each are, or NULL for zeros; the values are `values` after their keys.
+// One KV head's keys and values of 32 positions, as AMX wants its right-hand side: pairs along the summed
+// axis. rows: where the keys of each are, or NULL for zeros; the values are `values` after their keys.
 inlined void pack_some(bf16 *packed_keys, bf16 *packed_values, const bf16 *const *rows, i64 dim, i64 values,
                        const int whole) {
     const __m512i low = _mm512_setr_epi32(  // of two rows, the first 16 values in turns
@@ -47,8 +47,8 @@ inlined void pack_some(bf16 *packed_keys, bf16 *packed_values, const bf16 *const
     }
 }
 
-// The same for positions from `first` on; those before `low`, which no query sees, and those from `keys` on are
-// zeros.
+// The same for positions from `first` on; those before `low`, which no query sees, and those from `keys` on
+// are zeros.
 static void pack(bf16 *packed_keys, bf16 *packed_values, const Layer *of, const i64 *table, i64 first,
                  i64 low, i64 keys, i64 kv_head) {
     const bf16 *rows[32];
@@ -60,8 +60,8 @@ static void pack(bf16 *packed_keys, bf16 *packed_values, const Layer *of, const 
     else pack_some(packed_keys, packed_values, rows, dim, values, 0);
 }
 
-// Weights of one query over `count` keys, of which it sees [low, high). largest[0] and [1]: the largest score,
-// and the sum of weights.
+// Weights of one query over `count` keys, of which it sees [low, high). largest[0] and [1]: the largest
+// score, and the sum of weights.
 inlined void weigh_some(bf16 *weights, const float *scores, i64 count, i64 low, i64 high, float scale,
                         float *largest, const int sees_all) {
     __mmask16 seen[KEYS / 16];
@@ -92,8 +92,8 @@ static void weigh(bf16 *weights, const float *scores, i64 count, i64 low, i64 hi
 }
 
 // `rows` queries, up to QUERIES, over a part's first `count` keys, a multiple of 32. Query i, at q + i * dim,
-// sees [high - window, high) with high = first_high + i * step. sums: [rows, dim + 2], of each its dim sums, its
-// largest score, its sum of weights.
+// sees [high - window, high) with high = first_high + i * step. sums: [rows, dim + 2], of each its dim sums,
+// its largest score, its sum of weights.
 static void attend_part(float *sums, const bf16 *q, const bf16 *keys, const bf16 *values, i64 rows, i64 count,
                         i64 first_high, i64 step, i64 window, i64 dim, float scale) {
     bf16 weights[QUERIES * KEYS] aligned;
@@ -124,7 +124,8 @@ static void attend_part(float *sums, const bf16 *q, const bf16 *keys, const bf16
     }
     for (i64 i = 0; i < rows; i++) {
         i64 high = first_high + i * step;
-        weigh(weights + i * KEYS, scores + i * KEYS, count, high - window, high, scale, sums + i * width + dim);
+        weigh(weights + i * KEYS, scores + i * KEYS, count, high - window, high, scale,
+              sums + i * width + dim);
     }
     for (i64 lane = 0; lane < dim; lane += 32) {
         _tile_zero(0);
@@ -153,7 +154,8 @@ static void attend_part(float *sums, const bf16 *q, const bf16 *keys, const bf16
 // What the tiles of `rows` queries are: 0 to 3 are sums, 4 and 5 queries or weights, 6 and 7 keys or values.
 inlined void set_up_tiles(i64 rows) {
     uint8_t low = min_of(16, rows), high = max_of(1, rows - 16);
-    TileConfig config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {low, low, high, high, low, high, 16, 16}};
+    TileConfig config = {
+        1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {low, low, high, high, low, high, 16, 16}};
     _tile_loadconfig(&config);
 }
 
@@ -246,8 +248,9 @@ static void attend_tile(bf16 *out, const bf16 *query, const bf16 *packed_keys, c
     }
     for (i64 key = max_of(0, past - window + 1) / 32 * 32, end; key < past + rows; key = end) {
         end = (key / KEYS + 1) * KEYS;
-        attend_part(part, q, packed_keys + key * dim, packed_values + key * dim, QUERIES,
-                    min_of(end - key, (past + rows - key + 31) / 32 * 32), past + 1 - key, 1, window, dim, scale);
+        i64 count = min_of(end - key, (past + rows - key + 31) / 32 * 32);
+        attend_part(part, q, packed_keys + key * dim, packed_values + key * dim, rows, count,
+                    past + 1 - key, 1, window, dim, scale);
         for (i64 i = 0; i < rows; i++) merge(sums + i * width, part + i * width, dim);
     }
     for (i64 i = 0; i < rows; i++) finish(out + (first + i) * out_stride, sums + i * width, dim);

@@ -2,8 +2,8 @@
 // weights for AMX; and of packed weights in float32, for AVX2.
 //
 // compiled.py builds these files, native.py calls what is in them. All tensors are contiguous, but where
-// a stride is given. Every kernel uses the threads that the caller's OpenMP has, and gives a decode row
-// the same result whatever rows are beside it. Widths are multiples of 16, head sizes of 64.
+// a stride is given. Every kernel uses the threads that the caller's OpenMP has, and gives a token the same
+// result whatever is beside it. Widths are multiples of 16, head sizes of 64.
 
 #pragma once
 #ifdef __clang__

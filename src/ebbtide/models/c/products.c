@@ -1,10 +1,12 @@
-// Products with weights of 4 or 8 bits, unpacked to bfloat16 into AMX's tiles, once for all tokens. What comes
-// out for a token is the same whatever is beside it:
+// Products with weights of 4 or 8 bits, unpacked to bfloat16 into AMX's tiles, once for all tokens:
 //
-//     weights  | block 0: group 0, group 1, .. | block 1: ..     a group: 32 inputs of 16 outputs, as a tile
+//     weights  | block 0: group 0, group 1, .. | block 1: ..     a group: 32 inputs of 16 outputs
 //     its tile | output 0: inputs 0, 1, .. 31 | output 1: .. | .. | output 15
 //     x's tile | inputs 0, 1 of token 0, of token 1, .. | inputs 2, 3 .. | .. | 30, 31 ..
 //     sums     | output 0: token 0, 1, .. | output 1: .. | .. | output 15
+//
+// A sum stays in one tile from its first group to the last, or goes through memory as it is. So it is the
+// same with any number of tokens.
 
 #include "native.h"
 
@@ -12,8 +14,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Whether the system lets this process use AMX: ARCH_REQ_XCOMP_PERM for its tiles.
-int has_amx(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+// 1, or -1 where the system does not let this process use AMX: ARCH_REQ_XCOMP_PERM for its tiles.
+int has_amx(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? 1 : -1; }
 
 #define TOKENS 256  // that one pass over the weights is for
 #define GROUPS 18   // that are unpacked at a time
@@ -37,8 +39,8 @@ inlined __m512 widen_integers(const uint8_t *x) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
 }
 
-// A group's weights as a tile: scale * q + zero, with q from 512 bytes; or scale * (q - 8) + zero, with q from
-// 256 bytes: of 2 bytes, the lowest 4 bits are of the first of 4 outputs.
+// A group's weights as a tile: scale * q + zero, with q from 512 bytes; or scale * (q - 8) + zero, with q
+// from 256 bytes: of 2 bytes, the lowest 4 bits are of the first of 4 outputs.
 inlined void unpack(bf16 *tile, const Product *of, i64 group, const int bits) {
     const __m512 numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     const uint8_t *packed = of->weights + group * 64 * bits;
@@ -52,7 +54,7 @@ inlined void unpack(bf16 *tile, const Product *of, i64 group, const int bits) {
     for (int row = 0; row < 16; row++) {
         __m512 scale = _mm512_set1_ps(scales[row]), zero = _mm512_set1_ps(zeros[row]);
         __m512i weights;
-        if (bits == 4) {  // all values that there can be; an index is made odd, and so takes their upper halves
+        if (bits == 4) {  // all values that there can be; an index is odd, and so takes their upper halves
             __m512i values = (__m512i)_mm512_fmadd_ps(numbers, scale, zero);
             values = _mm512_add_epi32(values, _mm512_set1_epi32(0x8000));
             __m512i index = _mm512_loadu_si512(packed + row / 4 * 64);
@@ -135,8 +137,8 @@ static void lay_out(bf16 *tile, const bf16 *x, i64 width, i64 tokens, i64 line) 
 }
 
 // out = x @ weights.T + added. x: [tokens, groups * GROUP]; out, added (or none): [tokens, outputs]. tiles:
-// scratch, as large as x with its tokens rounded up to 16. bits: 4 or 8, of a weight. gated: 0; or 1 (SiLU), 2
-// (GELU): the weights are gate, then up, and out is activation(gate) * up.
+// scratch, as large as x with its tokens rounded up to 16. bits: 4 or 8, of a weight. gated: 0; or 1 (SiLU),
+// 2 (GELU): the weights are gate, then up, and out is activation(gate) * up.
 void multiply_packed(bf16 *out, const bf16 *x, const bf16 *added, bf16 *tiles, const uint8_t *weights,
                      const uint16_t *scales, const uint16_t *zeros, i64 tokens, i64 groups, i64 outputs,
                      int bits, int gated) {
@@ -164,11 +166,13 @@ void multiply_packed(bf16 *out, const bf16 *x, const bf16 *added, bf16 *tiles, c
             float sums[2 * 16 * TOKENS] aligned;
 #pragma omp for schedule(static) nowait
             for (i64 pair = 0; pair < pairs; pair++) {
-                i64 own[2] = {gated ? pair : 2 * pair, gated ? blocks + pair : min_of(2 * pair + 1, blocks - 1)};
+                i64 own[2] = {2 * pair, min_of(2 * pair + 1, blocks - 1)};
+                if (gated) own[0] = pair, own[1] = blocks + pair;
                 multiply_blocks(sums, &of, own);
                 for (i64 i = 0; gated && i < of.tiles * size; i += 16) {
+                    __m512 gate = activate(_mm512_load_ps(sums + i), gated == 2);
                     __m512 up = _mm512_load_ps(sums + of.tiles * size + i);
-                    _mm512_store_ps(sums + i, _mm512_mul_ps(activate(_mm512_load_ps(sums + i), gated == 2), up));
+                    _mm512_store_ps(sums + i, _mm512_mul_ps(gate, up));
                 }
                 for (i64 at = 0; at < (gated ? 1 : 2) * of.tiles; at++) {
                     i64 token = at % of.tiles * 16;
