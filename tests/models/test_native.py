@@ -378,9 +378,9 @@ def test_a_model_is_as_close_to_float32_with_either_kernels(architecture):
     model = transformers_model(architecture)
     config, weights = config_of(model), weights_of(model)
     found = []
-    for native, dtype in ((False, torch.float32), (False, BF16), (True, BF16)):
+    for is_native, dtype in ((False, torch.float32), (False, BF16), (True, BF16)):
         driver = Driver(config, weights, dtype=dtype, num_blocks=1024)
-        if native:
+        if is_native:
             kernels = NativeKernels(config, driver.layout)
             driver.model = LlamaModel(config, weights, driver.layout, kernels=kernels)
         tokens = [[7 * i % 300 for i in range(n)] for n in (210, 40, 1)]

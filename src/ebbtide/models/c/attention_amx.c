@@ -12,6 +12,7 @@
 
 #define QUERIES 32   // of a tile
 #define KEYS 256     // of a part, whose scores are in the first-level cache
+#define AHEAD 128    // positions between what is fetched and what is read
 #define NONE -1e30f  // the largest of no scores
 
 int part_size(void) { return KEYS; }
@@ -181,14 +182,28 @@ static void finish(bf16 *out, const float *sums, i64 dim) {
     for (i64 i = 0; i < dim; i += 16) narrow(out + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), share));
 }
 
-// One decode row's heads that share a KV head, over one part: positions [first, last), of which it sees those
-// from `low` on.
+// Fetches one KV head's keys and values of up to 32 positions, [first, end).
+inlined void fetch(const Layer *of, const i64 *table, i64 first, i64 end, i64 kv_head) {
+    const bf16 *rows[32];
+    i64 count = max_of(0, min_of(32, end - first)), values = of->kv_heads * of->dim;
+    locate(rows, of, table, first, count);
+    for (i64 i = 0; i < count; i++)
+        for (i64 lane = kv_head * of->dim; lane < (kv_head + 1) * of->dim; lane += 32) {
+            _mm_prefetch(rows[i] + lane, _MM_HINT_T0);
+            _mm_prefetch(rows[i] + values + lane, _MM_HINT_T0);
+        }
+}
+
+// One decode row's heads that share a KV head, over one part: positions [first, last) of [.., end), of which it
+// sees those from `low` on.
 static void attend_row(float *sums, const Layer *of, const bf16 *query, const i64 *table, i64 first, i64 low,
-                       i64 last, i64 kv_head) {
+                       i64 last, i64 end, i64 kv_head) {
     bf16 keys[KEYS * of->dim] aligned, values[KEYS * of->dim] aligned;
     i64 dim = of->dim, group = of->heads / of->kv_heads, begin = max_of(first, low / 32 * 32);
-    for (i64 at = begin; at < last; at += 32)
+    for (i64 at = begin; at < last; at += 32) {
+        fetch(of, table, at + AHEAD, end, kv_head);
         pack(keys + (at - begin) * dim, values + (at - begin) * dim, of, table, at, low, last, kv_head);
+    }
     for (i64 head = kv_head * group; head < (kv_head + 1) * group; head += QUERIES) {
         i64 rows = min_of(QUERIES, (kv_head + 1) * group - head);
         if (group > QUERIES) set_up_tiles(rows);
@@ -219,7 +234,7 @@ void attend_decode(bf16 *out, const bf16 *qkv, const bf16 *kv, float *parts, con
             const i64 *own = rows + 4 * row;
             i64 first = (own[1] / KEYS + part - own[3]) * KEYS;
             attend_row(parts + part * width, &of, qkv + row * stride, tables + own[0], first, own[1],
-                       min_of(own[2], first + KEYS), at % of.kv_heads);
+                       min_of(own[2], first + KEYS), own[2], at % of.kv_heads);
         }
 #pragma omp for schedule(static)
         for (i64 at = 0; at < count * of.heads; at++) {
