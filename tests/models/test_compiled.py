@@ -7,12 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from ebbtide.models import compiled
 from ebbtide.models.compiled import NoNativeKernels
 
-from .test_native import Step, config_with, needs_native
+from .test_native import needs_native
 
 
 @pytest.fixture
@@ -97,16 +96,6 @@ def test_a_compiler_may_have_arguments(empty_cache, monkeypatch):
     monkeypatch.setenv("CC", f"{path} --yes")
     with pytest.raises(NoNativeKernels, match="it got --yes"):
         compiled.load()
-
-
-@needs_native
-def test_a_library_without_amx_is_as_good(empty_cache, monkeypatch):
-    """What is built on a processor, or by a compiler, that has none."""
-    script = 'exec gcc "$@" -mno-amx-bf16 -mno-amx-tile -mno-amx-int8'
-    monkeypatch.setenv("CC", compiler(empty_cache, script))
-    step = Step(config_with(), 16, [(300, 1), (64, 1), (290, 130)])
-    assert not step.kernels.packs_alone
-    torch.testing.assert_close(step.run().double(), step.expected(), atol=0.02, rtol=0.02)
 
 
 @needs_native

@@ -201,7 +201,7 @@ def test_without_a_product_for_them_packed_weights_are_refused(tmp_path: Path) -
 
 @pytest.mark.parametrize("block_size", [16, 24])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_with_amx_a_step_has_no_part_in_what_a_token_becomes(
+def test_with_compiled_kernels_a_step_has_no_part_in_what_a_token_becomes(
     architecture: str, block_size: int, tmp_path: Path
 ) -> None:
     """In bfloat16, bit for bit: fed at once, in chunks, alone, among others, with windows that slide."""
@@ -213,7 +213,7 @@ def test_with_amx_a_step_has_no_part_in_what_a_token_becomes(
     layout = layout_for(checkpoint.config, block_size, torch.bfloat16)
     kernels = choose_kernels("auto", checkpoint.config, layout, CPU, torch.bfloat16)
     if not kernels.packs_alone:
-        pytest.skip("no compiled kernels with AMX here")
+        pytest.skip("no compiled kernels here")
     model = build_model(EngineConfig(), checkpoint, layout, CPU, torch.bfloat16)
     prompt = [7 * i % 320 for i in range(400)]
 

@@ -22,10 +22,9 @@ from tempfile import TemporaryDirectory
 from ebbtide.models.packed import GROUP
 from ebbtide.models.threads import gnu_openmp
 
-SPLIT = 64  # positions of a decode row that are attended to at a time, and merged afterwards
 FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno"),
-    *(f"-DSPLIT={SPLIT}", f"-DGROUP={GROUP}"),
+    f"-DGROUP={GROUP}",
 )
 NEEDED = ("avx2", "fma")
 COMPILE_S = 120

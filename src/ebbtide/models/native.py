@@ -7,12 +7,13 @@ import ctypes
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
 from ebbtide.core.plan import Row
-from ebbtide.models.attention import Prefill, attend_prefills, places_of, plan_prefills
+from ebbtide.models.attention import places_of
 from ebbtide.models.compiled import NoNativeKernels, load
 from ebbtide.models.config import Activation, ModelConfig
 from ebbtide.models.gates import gate
@@ -22,8 +23,6 @@ from ebbtide.models.packed import (
     GROUP,
     PackedProduct,
     Quantized,
-    TorchPacked,
-    packs_4_bits,
     packs_alike,
 )
 
@@ -49,7 +48,7 @@ class PromptRow:
 @dataclass(frozen=True, slots=True)
 class NativeGroup:
     """A step in one KV group. write, tables, decodes: as ``rotate_and_write`` and ``attend_decode`` say;
-    prompts or prefills: its other rows, for AMX or for PyTorch."""
+    prompts: its other rows."""
 
     write: Tensor
     tables: Tensor
@@ -58,7 +57,6 @@ class NativeGroup:
     num_parts: int
     window: int
     prompts: tuple[PromptRow, ...]
-    prefills: tuple[Prefill, ...]
 
 
 class NativeKernels:
@@ -68,6 +66,7 @@ class NativeKernels:
     """
 
     takes_float32 = False
+    packs_alone = True
 
     def __init__(self, config: ModelConfig, layout: KVLayout) -> None:
         if layout.head_dim % 64 or config.hidden_size % 16:
@@ -80,9 +79,8 @@ class NativeKernels:
         self._library = _declare(load())
         if not self._library.has_bf16():
             raise NoNativeKernels("this processor has no avx512_bf16")
-        if (amx := self._library.has_amx()) < 0:
+        if self._library.has_amx() < 0:
             raise NoNativeKernels("the system does not let this process use AMX")
-        self._has_amx = self.packs_alone = amx > 0
         self._part = self._library.part_size()
         sizes = (
             config.num_heads,
@@ -94,8 +92,8 @@ class NativeKernels:
         self._sizes = torch.tensor(sizes, device=CPU)
         self._part_values = config.num_heads * (layout.head_dim + 2)
         self._position_values = 2 * layout.kv_heads * layout.head_dim
-        self._parts = torch.empty(0, dtype=torch.float32, device=CPU)  # scratch, as the next
-        self._squares = torch.empty(0, dtype=BF16, device=CPU)
+        self._parts = Scratch(torch.float32)
+        self._squares, self._x = Scratch(BF16), Scratch(BF16)
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return NativeNorm(self._library, weight, eps)
@@ -105,10 +103,10 @@ class NativeKernels:
         return Rotation(angles.cos() * scale, angles.sin() * scale)
 
     def packs(self, kinds: Collection[str]) -> bool:
-        return packs_alike(kinds) if self._has_amx else packs_4_bits(kinds)
+        return packs_alike(kinds)
 
     def pack(self, parts: Sequence[Quantized], alone: bool) -> PackedProduct:
-        return NativePacked(self._library, parts) if self._has_amx else TorchPacked(parts, alone)
+        return NativePacked(self._library, parts, self._x)
 
     def plan_group(self, rows: list[Row], num_decodes: int, group: int) -> NativeGroup:
         layout = self._layout
@@ -123,17 +121,14 @@ class NativeKernels:
             parts += -(-high // self._part) - low // self._part
             blocks += ids
         decodes += [len(blocks), 0, 0, parts]
-        prompts, prefills = [], ()
-        if self._has_amx:
-            token = num_decodes
-            for row in rows[num_decodes:]:
-                origin, ids = self._seen(row, group)
-                queries = row.end - row.start
-                table = torch.tensor(ids, device=CPU)
-                prompts.append(PromptRow(token, queries, row.end - origin, table))
-                token += queries
-        else:
-            prefills = plan_prefills(rows, num_decodes, group, layout, CPU)
+        prompts = []
+        token = num_decodes
+        for row in rows[num_decodes:]:
+            origin, ids = self._seen(row, group)
+            queries = row.end - row.start
+            table = torch.tensor(ids, device=CPU)
+            prompts.append(PromptRow(token, queries, row.end - origin, table))
+            token += queries
         return NativeGroup(
             torch.from_numpy(places_of(rows, num_decodes, group, layout)),
             torch.tensor(blocks, dtype=torch.int64, device=CPU),
@@ -142,7 +137,6 @@ class NativeKernels:
             parts,
             spec.window or EVERYTHING,
             tuple(prompts),
-            prefills,
         )
 
     def _seen(self, row: Row, group: int) -> tuple[int, list[int]]:
@@ -173,21 +167,20 @@ class NativeKernels:
             queries, memory, sizes, plan.write.data_ptr(), cos, sin, len(plan.write), slot
         )
         if plan.num_decodes:
-            self._parts = _grown(self._parts, plan.num_parts * self._part_values)
+            parts = self._parts.of(plan.num_parts * self._part_values)
             library.attend_decode(
-                results, queries, memory, self._parts.data_ptr(), sizes,
+                results, queries, memory, parts, sizes,
                 plan.tables.data_ptr(), plan.decodes.data_ptr(), plan.num_decodes, slot,
             )  # fmt: skip
         for prompt in plan.prompts:
             keys = -(-prompt.keys // 32) * 32
-            self._squares = _grown(self._squares, keys * self._position_values)
+            squares = self._squares.of(keys * self._position_values)
             library.attend_prefill(
                 results + prompt.first * out.stride(0) * out.itemsize,
                 queries + prompt.first * qkv.stride(0) * qkv.itemsize,
-                memory, self._squares.data_ptr(), sizes, prompt.table.data_ptr(),
+                memory, squares, sizes, prompt.table.data_ptr(),
                 prompt.queries, prompt.keys, plan.window, slot,
             )  # fmt: skip
-        attend_prefills(qkv, plan.prefills, slot, kv, out)
 
 
 class NativeNorm:
@@ -229,26 +222,37 @@ class NativeFloat32Kernels(TorchKernels):
         return NativeFloat32Packed(self._library, parts, alone)
 
 
+class Order(Enum):
+    """Of a group's weights of 16 outputs: output by output, input by input, or by pairs of inputs."""
+
+    OUTPUTS = auto()
+    INPUTS = auto()
+    PAIRS = auto()
+
+
 class Tiles:
-    """Packed weights in blocks of 16 outputs, as ``products.c`` and, by input, ``products_float32.c`` say.
+    """Packed weights in blocks of 16 outputs, ordered as ``products.c`` (outputs), ``products_avx512.c``
+    (pairs) and ``products_float32.c`` (inputs) say.
 
     dtype: of scales and zeros.
     """
 
-    def __init__(self, parts: Sequence[Quantized], by_input: bool, dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[Quantized], order: Order, dtype: torch.dtype) -> None:
         integers, scales, zeros = map(torch.cat, zip(*(p.unpack() for p in parts), strict=True))
         self.outputs, width = integers.shape
         self.groups = width // GROUP
         self.bits = 8 if integers.dtype == torch.int8 else 4
         shape = self.outputs // 16, self.groups
         tiles = integers.view(shape[0], 16, self.groups, GROUP).transpose(1, 2)
-        if by_input:
+        if order is Order.PAIRS:
+            tiles = tiles.unflatten(3, (GROUP // 2, 2)).transpose(2, 3)
+        elif order is Order.INPUTS:
             tiles = tiles.transpose(2, 3)
-        if self.bits == 4 and by_input:
+        if self.bits == 4 and order is Order.INPUTS:
             low, high = tiles.reshape(*shape, 2, 8 * GROUP).unbind(2)
             tiles = low | high << 4
         elif self.bits == 4:
-            first, second, third, fourth = tiles.view(*shape, 4, 4, GROUP).unbind(3)
+            first, second, third, fourth = tiles.reshape(*shape, 4, 4, GROUP).unbind(3)
             tiles = torch.stack([first | second << 4, third | fourth << 4], dim=-1)
         self.weights = tiles.reshape(*shape, -1)
         self.scales, own_zeros = (
@@ -263,12 +267,13 @@ class Tiles:
 
 
 class NativePacked:
-    """``PackedProduct``, on AMX, in 0.56 or 0.63 bytes per weight of 4 bits (without zeros, or with
-    them), 1.06 or 1.13 of 8."""
+    """``PackedProduct``, in 0.56 or 0.63 bytes per weight of 4 bits (without zeros, or with them), 1.06 or
+    1.13 of 8."""
 
-    def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized]) -> None:
+    def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], scratch: Scratch) -> None:
         self._multiply = library.multiply_packed
-        self._tiles = Tiles(parts, False, torch.float16)
+        order = Order.OUTPUTS if library.has_amx() else Order.PAIRS
+        self._tiles, self._scratch = Tiles(parts, order, torch.float16), scratch
         self._addresses = self._tiles.addresses()
 
     def pays_for(self, x: Tensor) -> bool:
@@ -285,10 +290,10 @@ class NativePacked:
         assert added is None or _is_plain(added)
         of, tokens, x = self._tiles, len(x), x.contiguous()
         out = x.new_empty(tokens, outputs)
-        tiles = x if tokens == 1 else x.new_empty(-(-tokens // 16) * 16, x.shape[1])
+        scratch = self._scratch.of(-(-tokens // 16) * 16 * of.groups * (GROUP + 2))
         self._multiply(
             out.data_ptr(), x.data_ptr(), None if added is None else added.data_ptr(),
-            tiles.data_ptr(), *self._addresses, tokens, of.groups, outputs, of.bits, gated,
+            scratch, *self._addresses, tokens, of.groups, outputs, of.bits, gated,
         )  # fmt: skip
         return out
 
@@ -299,7 +304,7 @@ class NativeFloat32Packed:
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[Quantized], alone: bool) -> None:
         self._multiply = library.multiply_packed_float32
-        self._tiles = Tiles(parts, True, torch.float32)
+        self._tiles = Tiles(parts, Order.INPUTS, torch.float32)
         self._alone = alone
 
     def pays_for(self, x: Tensor) -> bool:
@@ -323,9 +328,17 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.dtype == BF16 and tensor.is_contiguous()
 
 
-def _grown(scratch: Tensor, size: int) -> Tensor:
-    """Scratch of this size at least."""
-    return scratch if len(scratch) >= size else scratch.new_empty(size)
+class Scratch:
+    """Memory for what is needed during a call only."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._values = torch.empty(0, dtype=dtype, device=CPU)
+
+    def of(self, size: int) -> int:
+        """The address of ``size`` values at least."""
+        if len(self._values) < size:
+            self._values = self._values.new_empty(size)
+        return self._values.data_ptr()
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -1,5 +1,5 @@
-// What the kernels share. They are for bfloat16 on x86-64 with AVX-512 BF16; those of prompts and of packed
-// weights for AMX; and of packed weights in float32, for AVX2.
+// What the kernels share. They are for bfloat16 on x86-64 with AVX-512 BF16, with or without AMX, and, of
+// packed weights in float32, for AVX2.
 //
 // compiled.py builds these files, native.py calls what is in them. All tensors are contiguous, but where
 // a stride is given. Every kernel uses the threads that the caller's OpenMP has, and gives a token the same
@@ -90,10 +90,6 @@ inlined void locate(const bf16 **keys, const Layer *of, const i64 *table, i64 fi
     }
 }
 
-#endif
-
-#ifdef HAS_AMX
-
 // 16 lines of 16 values of 32 bits.
 inlined void transpose(__m512i x[16]) {
     __m512i y[16];
@@ -118,6 +114,17 @@ inlined void transpose(__m512i x[16]) {
         x[j + 12] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
     }
 }
+
+// Two neighbours, again and again.
+inlined __m512bh two_values(const bf16 *x) {
+    int both;
+    memcpy(&both, x, 4);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+
+#endif
+
+#ifdef HAS_AMX
 
 // How AMX's tiles are set up. Whoever uses them sets them up anew: oneDNN, too, looks first at how they are.
 typedef struct {

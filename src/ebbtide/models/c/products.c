@@ -1,4 +1,5 @@
-// Products with weights of 4 or 8 bits, unpacked to bfloat16 into AMX's tiles, once for all tokens:
+// Products with weights of 4 or 8 bits, unpacked to bfloat16 into AMX's tiles, once for all tokens, or with
+// those that are bfloat16 already:
 //
 //     weights  | block 0: group 0, group 1, .. | block 1: ..     a group: 32 inputs of 16 outputs
 //     its tile | output 0: inputs 0, 1, .. 31 | output 1: .. | .. | output 15
@@ -137,8 +138,8 @@ static void lay_out(bf16 *tile, const bf16 *x, i64 width, i64 tokens, i64 line) 
 }
 
 // out = x @ weights.T + added. x: [tokens, groups * GROUP]; out, added (or none): [tokens, outputs]. tiles:
-// scratch, as large as x with its tokens rounded up to 16. bits: 4 or 8, of a weight. gated: 0; or 1 (SiLU),
-// 2 (GELU): the weights are gate, then up, and out is activation(gate) * up.
+// scratch, as large as x with its tokens rounded up to 16, and more. bits: 4 or 8, of a weight. gated: 0; or
+// 1 (SiLU), 2 (GELU): the weights are gate, then up, and out is activation(gate) * up.
 void multiply_packed(bf16 *out, const bf16 *x, const bf16 *added, bf16 *tiles, const uint8_t *weights,
                      const uint16_t *scales, const uint16_t *zeros, i64 tokens, i64 groups, i64 outputs,
                      int bits, int gated) {
@@ -190,6 +191,7 @@ void multiply_packed(bf16 *out, const bf16 *x, const bf16 *added, bf16 *tiles, c
         _tile_release();
     }
 }
+
 #else
 
 int has_amx(void) { return 0; }
