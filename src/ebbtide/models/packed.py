@@ -27,8 +27,8 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q5_1": 8, "Q5_K": 8, "Q8_0"
 KINDS = tuple(BITS)
 ROW_MULTIPLE = 16  # of output rows, that all products want
 
-# Tokens per step up to which PyTorch's product is faster than the same in bfloat16, where there are both. ms
-# per step of a 135M model, 4 bits and bfloat16, 2 threads: with AMX 9.2 and 19.5 for 1 token, 21.2 and 24.0
+# Tokens per step up to which PyTorch's product is faster than the same in bfloat16, both without native
+# kernels. ms per step of a 135M model, 4 bits and bfloat16, 2 threads: with AMX 9.2 and 19.5 for 1 token, 21.2 and 24.0
 # for 8, 27.2 and 26.8 for 10; without it, 22.4 and 31.4 for 8, 39 and 45 for 16.
 # (The products alone would meet at 6 with AMX; but what lies between them is slower beside bfloat16 weights.)
 TOKENS_MAX = 8 if torch.cpu._is_amx_tile_supported() else 16
