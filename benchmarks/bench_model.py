@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import multiprocessing
 import platform
@@ -40,6 +41,7 @@ from ebbtide.models.executor import TorchExecutor
 from ebbtide.models.kv import KVMemory, layout_for
 from ebbtide.models.load import DEFAULT_MODEL, load_checkpoint
 from ebbtide.models.native import NativeKernels, NativeNorm, NativePacked
+from ebbtide.models.packed import Quantized
 from ebbtide.models.sampler import Ask, sample
 from ebbtide.params import SamplingParams
 from reference import transformers_model
@@ -236,21 +238,20 @@ class Limits:
 
 def weight_counts(checkpoint: Checkpoint) -> tuple[int, int]:
     """Weights that every token is multiplied with: those of the layers, and the output head's."""
-    layers = sum(weight.numel() for weight in layer_weights(checkpoint).values())
+    layers = sum(math.prod(weight.shape) for weight in layer_weights(checkpoint).values())
     return layers, checkpoint.config.vocab_size * checkpoint.config.hidden_size
 
 
-def layer_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return {n: w for n, w in checkpoint.weights.items() if ".layers." in n and w.dim() == 2}
+def layer_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor | Quantized]:
+    held = {**checkpoint.weights, **checkpoint.quantized}
+    return {n: w for n, w in held.items() if ".layers." in n and len(w.shape) == 2}
 
 
 def read_bytes(checkpoint: Checkpoint) -> int:
     """Of weights, that a decode step reads at least: as the file has them."""
-    used = {**layer_weights(checkpoint), EMBEDDING: checkpoint.weights[EMBEDDING]}
-    held = checkpoint.quantized
-    return sum(
-        held[name].raw.nbytes if name in held else weight.nbytes for name, weight in used.items()
-    )
+    head = checkpoint.quantized.get(EMBEDDING, checkpoint.weights[EMBEDDING])
+    used = [*layer_weights(checkpoint).values(), head]
+    return sum(w.raw.nbytes if isinstance(w, Quantized) else w.nbytes for w in used)
 
 
 def measure(

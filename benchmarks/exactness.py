@@ -11,7 +11,8 @@ may be left. Exits with 1 otherwise, and where a fault or a path of recovery was
 In float32 a logit still depends a little on what else is in its batch (about 1e-5 here), so a token
 can hang on a hair: two best logits, or the edge of top_p, that close. The reference finds such tokens
 by adding noise to its logits, and a difference is reported with what it hangs on.
-In bfloat16 a logit depends on nothing else where native kernels multiply with packed weights, and on much elsewhere.
+In bfloat16 a logit depends on nothing else where native kernels multiply with packed weights, and on much
+elsewhere.
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ def build_model(
     config: EngineConfig, checkpoint: Checkpoint, layout: KVLayout, device: Any, dtype: Any
 ) -> LlamaModel:
     """The model on its device. dtype: of its weights."""
+    from ebbtide.models.checkpoint import Form
     from ebbtide.models.llama import LlamaModel
     from ebbtide.models.packed import KINDS_4_BITS
 
@@ -125,7 +126,13 @@ def build_model(
             "kernels=native, and a machine that has them; or use weights=auto",
             "weights",
         )
-    quantized = checkpoint.quantized
     return LlamaModel(
-        checkpoint.config, checkpoint.weights, layout, device, quantized, dtype, kernels
+        checkpoint.config,
+        checkpoint.weights,
+        layout,
+        device,
+        checkpoint.quantized,
+        dtype,
+        kernels,
+        also_wide=checkpoint.form is Form.BOTH,
     )

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Form(Enum):
-    """In which form weights are read: dequantised, as the file has them where products can use that, or
-    both."""
+    """In which form weights are used: dequantised, as the file has them where products can use that, or
+    both, for each step what is faster."""
 
     WIDE = "wide"
     PACKED = "packed"
@@ -31,8 +31,8 @@ class Checkpoint:
     keys in the half-split rotary order. Those of norms are what the norm multiplies by (Gemma stores
     that less 1), and are always in float32. generation: the model's own sampling defaults, keyed like
     ``SamplingParams``. identity: 32 bytes, a digest of the stored weights and the configuration: the
-    same in every process and on every machine, whatever dtype the weights were loaded in. quantized: those
-    weights that can be used as the file has them; with ``Form.PACKED`` those of 4 bits are not in
+    same in every process and on every machine, whatever dtype the weights were loaded in. form: how to use
+    them. quantized: but for ``Form.WIDE``, those that can be used as the file has them. They are not in
     ``weights``, but for the embedding, whose rows are looked up.
     """
 
@@ -43,3 +43,4 @@ class Checkpoint:
     generation: Mapping[str, Any]
     identity: bytes
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
+    form: Form = Form.WIDE

@@ -18,12 +18,11 @@ import numpy as np
 import torch
 
 from ebbtide.errors import InputError
-from ebbtide.models.checkpoint import Form
 from ebbtide.models.config import ModelConfig, RopeConfig
 from ebbtide.models.dequantize import dequantize
 from ebbtide.models.gemma import as_gemma3, every_nth_full
 from ebbtide.models.gguf_file import GGUFFile, TensorInfo
-from ebbtide.models.packed import KINDS_4_BITS, Quantized, can_stay_packed
+from ebbtide.models.packed import Quantized, can_stay_packed
 from ebbtide.models.rope import rope_config, with_factors
 from ebbtide.models.weights import (
     check_names,
@@ -226,13 +225,14 @@ def read_weights(
     file: GGUFFile,
     config: ModelConfig,
     dtype: torch.dtype,
-    form: Form,
+    packed: bool,
     progress: Callable[[float], None],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Quantized], bytes]:
     """The weights under Hugging Face names, and the identity (32 bytes).
 
-    Weights are in ``dtype`` (norms in float32), or packed, or both, as ``form`` says and their format
-    allows. Each tensor is read once: the bytes that are hashed are the bytes that become the weight.
+    Weights are in ``dtype`` (norms in float32); packed: or as the file has them, where their format can be
+    used so. The embedding is both. Each tensor is read once: the bytes that are hashed are the bytes that
+    become the weight.
     """
     expected = weight_shapes(config)
     modules = _GEMMA3_LAYER if config.architecture == "gemma3" else _LAYER
@@ -248,15 +248,15 @@ def read_weights(
     quantized: dict[str, Quantized] = {}
     readers = min(MAX_READERS, os.cpu_count() or 1)
     with file.open() as descriptor, ThreadPoolExecutor(readers) as pool:
-        read = partial(_read_weight, file, descriptor, config=config, dtype=dtype, form=form)
+        read = partial(_read_weight, file, descriptor, config=config, dtype=dtype, packed=packed)
         jobs = [pool.submit(read, info, name) for name, info in infos.items()]
         try:
             for (name, info), job in zip(infos.items(), jobs, strict=True):
-                wide, packed, tensor_digest = job.result()
+                wide, as_stored, tensor_digest = job.result()
                 if wide is not None:
                     weights[name] = wide
-                if packed is not None:
-                    quantized[name] = packed
+                if as_stored is not None:
+                    quantized[name] = as_stored
                 digest.update(tensor_digest)
                 done += info.size
                 progress(done / total)
@@ -274,19 +274,19 @@ def _read_weight(
     name: str,
     config: ModelConfig,
     dtype: torch.dtype,
-    form: Form,
+    packed: bool,
 ) -> tuple[torch.Tensor | None, Quantized | None, bytes]:
     raw = file.read(descriptor, info)
     digest = hashlib.blake2b(raw.data, digest_size=32).digest()
     if config.architecture in INTERLEAVED and (".attn_q." in info.name or ".attn_k." in info.name):
         raw = _halves_apart(raw, info.shape[0], config.head_dim)
-    packed = None
-    if form is not Form.WIDE and can_stay_packed(info.type, info.shape):
-        packed = Quantized(raw, info.type, (info.shape[0], info.shape[1]))
-        if form is Form.PACKED and info.type in KINDS_4_BITS and name != EMBEDDING:
-            return None, packed, digest
+    as_stored = None
+    if packed and can_stay_packed(info.type, info.shape):
+        as_stored = Quantized(raw, info.type, (info.shape[0], info.shape[1]))
+        if name != EMBEDDING:
+            return None, as_stored, digest
     kept = torch.float32 if is_norm(name) else dtype
-    return dequantize(raw, info.type, info.shape, kept), packed, digest
+    return dequantize(raw, info.type, info.shape, kept), as_stored, digest
 
 
 def _halves_apart(raw: np.ndarray, rows: int, head_dim: int) -> np.ndarray:

@@ -12,6 +12,7 @@ each half, rotary positions (Su et al. 2021) in the half-split order, grouped-qu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,10 +70,10 @@ class LlamaModel:
     """Weights of one model on one device, in the dtype of ``layout`` or a wider one.
 
     weights: Hugging Face names, any dtype; a name that is missing raises ``KeyError``. Rows of the
-    query and key projections are in the half-split rotary order. quantized: some of these weights as the
-    file has them. Projections all of whose parts are there stay packed, for steps of few tokens where
-    ``weights`` has them as well and the kernels want both, else for all. dtype: of the other weights
-    (None: the layout's). kernels: made for this model and layout (None: PyTorch's).
+    query and key projections are in the half-split rotary order. quantized: weights as the file has
+    them. Projections all of whose parts are there stay packed; for steps of few tokens only where they are
+    also_wide and the kernels want both forms. dtype: of the other weights (None: the layout's). kernels:
+    made for this model and layout (None: PyTorch's).
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class LlamaModel:
         quantized: Mapping[str, Quantized] | None = None,
         dtype: torch.dtype | None = None,
         kernels: Kernels | None = None,
+        also_wide: bool = True,
     ) -> None:
         assert config.qk_norm or config.query_scale == 1, "nothing would scale the queries"
         self.config = config
@@ -93,7 +95,9 @@ class LlamaModel:
         self.kernels = kernels or TorchKernels(layout, self.device)
         self._weights = weights
         self._quantized = quantized or {}
-        total = sum(weight.numel() for weight in weights.values())
+        self._also_wide = also_wide
+        shapes = {name: each.shape for name, each in (*weights.items(), *self._quantized.items())}
+        total = sum(math.prod(shape) for shape in shapes.values())
         self._keeps_half = (
             total <= SMALL_MODEL_WEIGHTS
             and self.kernels.takes_float32
@@ -132,7 +136,8 @@ class LlamaModel:
 
     def _only_packed(self, *names: str) -> bool:
         return self._packs(*names) and (
-            self.kernels.packs_alone or not any(name in self._weights for name in names)
+            self.kernels.packs_alone
+            or not (self._also_wide or any(name in self._weights for name in names))
         )
 
     def _linear(self, *names: str, bias: bool = False) -> Linear:

@@ -37,7 +37,7 @@ class FoundModel:
 def load_checkpoint(
     model: str, dtype: torch.dtype, progress: Progress | None = None, form: Form = Form.WIDE
 ) -> Checkpoint:
-    """Read a model into memory, weights in ``dtype``, or packed (``form``) where the file has such.
+    """Read a model into memory, weights in ``dtype``, or as the file has them, to be used in this form.
 
     model: a ``.gguf`` file, a Hugging Face directory, ``DEFAULT_MODEL``, or a hub id
     (``owner/name``). progress: called with what is being done and the fraction of it that is done.
@@ -142,7 +142,11 @@ def _load_gguf(found: FoundModel, dtype: torch.dtype, form: Form, report: Progre
     report("reading tokenizer", 0.0)
     tokenizer = build_tokenizer(file.metadata, file.path)
     weights, quantized, identity = read_weights(
-        file, config, dtype, form, lambda fraction: report("reading weights", fraction)
+        file,
+        config,
+        dtype,
+        form is not Form.WIDE,
+        lambda fraction: report("reading weights", fraction),
     )
     generation = from_gguf(file.metadata)
-    return Checkpoint(found.name, config, weights, tokenizer, generation, identity, quantized)
+    return Checkpoint(found.name, config, weights, tokenizer, generation, identity, quantized, form)

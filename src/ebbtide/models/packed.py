@@ -28,9 +28,9 @@ KINDS = tuple(BITS)
 ROW_MULTIPLE = 16  # of output rows, that all products want
 
 # Tokens per step up to which PyTorch's product is faster than the same in bfloat16, both without native
-# kernels. ms per step of a 135M model, 4 bits and bfloat16, 2 threads: with AMX 9.2 and 19.5 for 1 token, 21.2 and 24.0
-# for 8, 27.2 and 26.8 for 10; without it, 22.4 and 31.4 for 8, 39 and 45 for 16.
-# (The products alone would meet at 6 with AMX; but what lies between them is slower beside bfloat16 weights.)
+# kernels. ms per step of a 135M model, 4 bits and bfloat16, 2 threads: with AMX 9.2 and 19.5 for 1 token,
+# 21.2 and 24.0 for 8, 27.2 and 26.8 for 10; without it, 22.4 and 31.4 for 8, 39 and 45 for 16. (The products
+# alone would meet at 6 with AMX; but what lies between them is slower beside bfloat16 weights.)
 TOKENS_MAX = 8 if torch.cpu._is_amx_tile_supported() else 16
 # The same where the alternative is to dequantise them in every step.
 TOKENS_MAX_ALONE = 32

@@ -37,8 +37,8 @@ inlined __m512 widen_integers(const uint8_t *x) {
 
 // Of one of a group's pairs of inputs. Of 2 bytes, the lowest 4 bits are of the first of 4 pairs.
 inlined __m512bh unpack(const uint8_t *packed, const int pair, const int bits) {
-    if (bits == 8)
-        return _mm512_cvtne2ps_pbh(widen_integers(packed + 32 * pair + 16), widen_integers(packed + 32 * pair));
+    const uint8_t *own = packed + 32 * pair;
+    if (bits == 8) return _mm512_cvtne2ps_pbh(widen_integers(own + 16), widen_integers(own));
     const __m512 numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     __m512i index = _mm512_loadu_si512(packed + pair / 4 * 64);  // a fifth bit changes nothing
     return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(index, pair % 4 * 4),
@@ -72,7 +72,8 @@ inlined void add_tile(float *sums, const Product *of, const i64 *blocks, i64 tok
             }
         for (int each = 0; each < 2; each++) {
             __m512 scales = widen_half(of->scales + 16 * places[each]);
-            for (int i = 0; i < count; i++) all[i][each] = _mm512_fmadd_ps(scales, own[i][each], all[i][each]);
+            for (int i = 0; i < count; i++)
+                all[i][each] = _mm512_fmadd_ps(scales, own[i][each], all[i][each]);
             if (!of->zeros) continue;
             __m512 zeros = widen_half(of->zeros + 16 * places[each]);
             const float *sum = of->sums + group * of->tokens + token;
@@ -96,7 +97,8 @@ inlined void add_some(float *sums, const Product *of, const i64 *blocks, i64 tok
 }
 
 // sums [count, 2, 16]: the products of tokens [begin, begin + count) with two blocks of 16 outputs.
-inlined void multiply(float *sums, const Product *of, const i64 *blocks, i64 begin, i64 count, const int bits) {
+inlined void multiply(float *sums, const Product *of, const i64 *blocks, i64 begin, i64 count,
+                      const int bits) {
     bf16 kept[GROUPS * 1024] aligned;
     i64 all_tiles = (count + TILE - 1) / TILE, size = all_tiles == 1 ? of->groups : GROUPS;
     memset(sums, 0, count * 32 * sizeof *sums);
@@ -125,8 +127,8 @@ static void multiply_8(float *sums, const Product *of, const i64 *blocks, i64 be
 }
 
 // out = x @ weights.T + added. x: [tokens, groups * GROUP]; out, added (or none): [tokens, outputs]. scratch:
-// for 34 values of each group of each token, of them rounded up to 16. bits: 4 or 8, of a weight. gated: 0; or
-// 1 (SiLU), 2 (GELU): the weights are gate, then up, and out is activation(gate) * up.
+// for 34 values of each group of each token, of them rounded up to 16. bits: 4 or 8, of a weight. gated: 0;
+// or 1 (SiLU), 2 (GELU): the weights are gate, then up, and out is activation(gate) * up.
 void multiply_packed(bf16 *out, const bf16 *x, const bf16 *added, bf16 *scratch, const uint8_t *weights,
                      const uint16_t *scales, const uint16_t *zeros, i64 tokens, i64 groups, i64 outputs,
                      int bits, int gated) {
