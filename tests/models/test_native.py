@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -62,26 +60,7 @@ def why_not() -> str:
     return ""
 
 
-AMX = torch.cpu._is_amx_tile_supported()
-# Kernels for AMX where there is none, and for none where there is: they are tested on either machine.
-OTHER = (
-    "-mno-amx-bf16" if AMX else f"-include {shlex.quote(str(Path(__file__).with_name('amx.h')))}"
-)
-
 needs_native = pytest.mark.skipif(bool(why := why_not()), reason=f"no compiled kernels here: {why}")
-
-
-@pytest.fixture(scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(params=["", OTHER], ids=["as built", "with AMX" if not AMX else "without AMX"])
-def kinds_of_processor(request, own_cache, monkeypatch):
-    monkeypatch.setenv("CC", f"gcc {request.param}")
-    assert native.load().has_amx() == (AMX if request.param == "" else not AMX)
 
 
 on_any_processor = pytest.mark.usefixtures("kinds_of_processor")
